@@ -6,14 +6,18 @@ Owns: engine options and their static ranges. Must not know: checkpoints (resolv
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from specdec.config.methods import MethodTraits
+from specdec.errors import ConfigError
 
 if TYPE_CHECKING:
     from specdec.config.speculative import SpeculativeConfig
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+Device = Literal["auto", "cpu", "cuda"]
+QueuePolicy = Literal["fcfs", "priority"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,11 +27,18 @@ class ModelConfig:
     model: str = EMBEDDED_MODEL
     tokenizer: str | None = None
     revision: str | None = None
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    dtype: Dtype = "auto"
     max_model_len: int | None = None
     served_model_name: str | None = None
     seed: int = 0
     trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, get_args(Dtype))
+        _require("model", self.model, bool(self.model), "name a directory, a .gguf file or a hub id")
+        _require("max_model_len", self.max_model_len, self.max_model_len is None or self.max_model_len >= 1, "be at least 1 token")
+        _require("served_model_name", self.served_model_name, self.served_model_name != "", "not be empty")
+        _require("seed", self.seed, -(2**63) <= self.seed < 2**63, "fit in 64 bits")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +50,12 @@ class CacheConfig:
     memory_fraction: float | None = None  # None: 0.9 of a GPU, 0.3 of free RAM on a CPU
     enable_prefix_caching: bool = True
 
+    def __post_init__(self) -> None:
+        _require("block_size", self.block_size, 1 <= self.block_size <= 1024, "be in 1..1024 tokens")
+        _require("num_blocks", self.num_blocks, self.num_blocks is None or self.num_blocks >= 1, "be at least 1")
+        fraction = self.memory_fraction
+        _require("memory_fraction", fraction, fraction is None or 0 < fraction <= 1, "be in (0, 1]")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
@@ -47,9 +64,17 @@ class SchedulerConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     long_prefill_token_threshold: int = 0
-    policy: Literal["fcfs", "priority"] = "fcfs"
+    policy: QueuePolicy = "fcfs"
     max_waiting: int = 1024
     async_scheduling: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("scheduling policy", self.policy, get_args(QueuePolicy))
+        _require("max_num_seqs", self.max_num_seqs, self.max_num_seqs >= 1, "be at least 1")
+        _require("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_batched_tokens >= 1, "be at least 1 token")
+        threshold = self.long_prefill_token_threshold
+        _require("long_prefill_token_threshold", threshold, threshold >= 0, "be 0 (off) or a number of tokens")
+        _require("max_waiting", self.max_waiting, self.max_waiting >= 0, "be 0 (no limit) or a number of requests")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +85,10 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculative: SpeculativeConfig | None = None
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Device = "auto"
+
+    def __post_init__(self) -> None:
+        _one_of("device", self.device, get_args(Device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +104,9 @@ class ReportRow:
 class ResolvedConfig:
     """What was decided: the only configuration that code after start-up reads.
 
+    engine: what was asked, with `speculative` as decided (method of the checkpoint, num_speculative_tokens filled in).
     model_path: directory with config.json and safetensors. hf_config: transformers configuration object.
+    draft_model_path: directory of the draft checkpoint; None for methods without one.
     num_blocks None: the worker fixes it after counting weights and verify logits.
     """
 
@@ -92,9 +122,19 @@ class ResolvedConfig:
     served_model_name: str
     traits: MethodTraits | None = None
     draft_hf_config: Any = None
+    draft_model_path: str | None = None
     report: tuple[ReportRow, ...] = ()
 
     @property
     def num_lookahead_tokens(self) -> int:
         """KV slots reserved past the target's query."""
         return self.traits.lookahead if self.traits else 0
+
+
+def _require(name: str, value: object, ok: bool, rule: str) -> None:
+    if not ok:
+        raise ConfigError(f"{name} is {value!r}, but it must {rule}")
+
+
+def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
+    _require(name, value, value in choices, f"be one of {', '.join(choices)}")

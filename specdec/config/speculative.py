@@ -1,0 +1,232 @@
+"""SpeculativeConfig: what the user asked of speculation, one frozen model per method, joined by `method`.
+
+Owns: the union, what of it is built, and parse_speculative. Must not know: checkpoints (resolve.py).
+Read next: methods.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeAlias, cast
+
+from pydantic import Field, model_validator
+
+from specdec.config import parse
+from specdec.config.fields import LOSSY_RULES, Count, SpeculativeBase, check_schedule, refuse
+from specdec.config.method_configs import (
+    CustomClassConfig,
+    DflashConfig,
+    DraftModelConfig,
+    DsparkConfig,
+    Eagle3Config,
+    EagleConfig,
+    EarlyExitConfig,
+    ExtractHiddenStatesConfig,
+    MedusaConfig,
+    MlpSpeculatorConfig,
+    MtpConfig,
+    NgramConfig,
+    NgramGpuConfig,
+    SuffixConfig,
+)
+from specdec.errors import ConfigError
+
+__all__ = ["BUILT_RULES", "LOSSY_RULES", "SpeculativeBase", "SpeculativeConfig", "built_methods", "check_schedule", "parse_speculative"]
+
+BUILT_RULES = frozenset({"standard"})
+BUILT_DRAFT_SAMPLING = frozenset({"greedy"})
+BUILT_POLICIES = frozenset({"fixed"})
+UNBUILT_OPTIONS: dict[str, tuple[Any, ...]] = {  # key -> values that ask for nothing; whoever builds an option removes its row
+    "parallel_drafting": (None, False),
+    "use_heterogeneous_vocab": (None, False),
+    "enable_adaptive_verification": (None, False),
+    "index_share_for_mtp_iteration": (None,),
+    "dspark_draft_topk": (None,),
+    "xpress_topc": (None,),
+    "max_model_len": (None,),
+    "suffix_corpus": (None,),
+}
+
+SourceConfig: TypeAlias = Annotated[
+    NgramConfig
+    | NgramGpuConfig
+    | SuffixConfig
+    | CustomClassConfig
+    | ExtractHiddenStatesConfig
+    | DraftModelConfig
+    | EagleConfig
+    | Eagle3Config
+    | MtpConfig
+    | DflashConfig
+    | DsparkConfig
+    | MedusaConfig
+    | MlpSpeculatorConfig
+    | EarlyExitConfig,
+    Field(discriminator="method"),
+]
+
+
+class HybridConfig(SpeculativeBase):
+    """Several draft sources, the first that has drafts wins. num_speculative_tokens: the cap, by default the largest source's.
+
+    Rule, sampling and policy are set here, once, and never on a source.
+    """
+
+    method: Literal["hybrid"] = "hybrid"
+    sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1)]
+    num_speculative_tokens: Count | None = None
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> HybridConfig:
+        if self.model is not None:
+            refuse("model", f"is {self.model!r}, but method `hybrid` takes models on its sources", "move it into `sources`")
+        if len(self.sources) < 2:
+            refuse("sources", f"has {len(self.sources)} entry, but a hybrid needs at least 2", "use that method directly")
+        methods = [source.method for source in self.sources]
+        if len(set(methods)) < len(methods):
+            refuse("sources", f"is {methods}, but each method may occur once", "drop the repeated one")
+        if "extract_hidden_states" in methods:
+            refuse("sources", "holds `extract_hidden_states`, which drafts nothing", "run it alone")
+        for index, source in enumerate(self.sources):
+            for name in sorted(_SHARED_FIELDS & source.model_fields_set):
+                refuse(f"sources[{index}].{name}", "is decided for the whole hybrid", f"move {name} beside `sources`")
+        return self
+
+
+_SHARED_FIELDS = frozenset(SpeculativeBase.model_fields) - {"method", "model", "num_speculative_tokens"}
+SpeculativeConfig: TypeAlias = SourceConfig | HybridConfig
+
+MODELS: dict[str, type[SpeculativeBase]] = {
+    str(model.model_fields["method"].default): model
+    for model in (
+        NgramConfig,
+        NgramGpuConfig,
+        SuffixConfig,
+        DraftModelConfig,
+        EarlyExitConfig,
+        CustomClassConfig,
+        ExtractHiddenStatesConfig,
+        HybridConfig,
+        EagleConfig,
+        Eagle3Config,
+        MtpConfig,
+        DflashConfig,
+        DsparkConfig,
+        MedusaConfig,
+        MlpSpeculatorConfig,
+    )
+}
+METHODS = tuple(MODELS)
+_OWNERS: dict[str, tuple[str, ...]] = {
+    name: tuple(method for method, model in MODELS.items() if name in model.model_fields)
+    for name in sorted({name for model in MODELS.values() for name in model.model_fields} - set(SpeculativeBase.model_fields))
+}
+
+
+def built_methods() -> frozenset[str]:
+    """Return the methods that can run: those with a registered proposer."""
+    from specdec.proposers.base import REGISTRY  # only import paths, no torch; imported late because it reads config.methods
+
+    return frozenset(REGISTRY)
+
+
+def default_speculative() -> SpeculativeConfig:
+    """Return what serves a user who asked for nothing: needs no checkpoint and costs nothing where it does not help."""
+    return NgramConfig(num_speculative_tokens=8, prompt_lookup_min=2, prompt_lookup_max=5)
+
+
+def parse_speculative(
+    raw: str | Mapping[str, Any] | SpeculativeBase | None = None,
+    *,
+    spec_method: str | None = None,
+    spec_model: str | None = None,
+    spec_tokens: int | None = None,
+) -> SpeculativeConfig | None:
+    """Read --speculative-config and its short flags; None when nothing was asked. Pure: no file is opened.
+
+    Raises:
+        ConfigError: malformed, contradictory, unknown, out of range, or known but not built.
+    """
+    if isinstance(raw, SpeculativeBase):
+        raw = _given(raw)
+    if raw is None and spec_method is None and spec_model is None and spec_tokens is None:
+        return None
+    data = parse.read_mapping({} if raw is None else raw)
+    parse.merge_flags(data, spec_method=spec_method, spec_model=spec_model, spec_tokens=spec_tokens)
+    config = build(data)
+    check_built(config)
+    return config
+
+
+def build(data: Mapping[str, Any]) -> SpeculativeConfig:
+    """Build the config of one mapping, sources of a hybrid included, whether or not its method is built.
+
+    Raises:
+        ConfigError: as parse_speculative, save for what is not built.
+    """
+    kept = parse.drop_refused_keys(data)
+    method, is_inferred = parse.name_method(kept, METHODS)
+    kept["method"] = method
+    if method == "hybrid" and isinstance(kept.get("sources"), list | tuple):
+        kept["sources"] = tuple(_build_source(index, source, kept) for index, source in enumerate(kept["sources"]))
+    config = parse.validate(MODELS[method], kept, _OWNERS)
+    config._is_inferred = is_inferred
+    return cast("SpeculativeConfig", config)
+
+
+def with_num_speculative_tokens(config: SpeculativeConfig, drafts: int) -> SpeculativeConfig:
+    """Return the config with the length filled in, checked again because other keys are read against it."""
+    filled = parse.validate(type(config), {**_given(config), "num_speculative_tokens": drafts}, _OWNERS)
+    filled._is_inferred = config._is_inferred
+    return cast("SpeculativeConfig", filled)
+
+
+def with_method(config: SpeculativeConfig, method: str) -> SpeculativeConfig:
+    """Return the same keys under another method; a key that the new method lacks is refused."""
+    return cast("SpeculativeConfig", parse.validate(MODELS[method], {**_given(config), "method": method}, _OWNERS))
+
+
+def check_built(config: SpeculativeConfig) -> None:
+    """Refuse what is recognised but cannot run yet, by name.
+
+    Raises:
+        ConfigError: lists what can run instead.
+    """
+    built = built_methods()
+    parts = config.sources if isinstance(config, HybridConfig) else ()
+    for part in (config, *parts):
+        _check_choice("method", part.method, built)
+    _check_choice("rejection_sample_method", config.rejection_sample_method, BUILT_RULES)
+    _check_choice("draft_sample_method", config.draft_sample_method, BUILT_DRAFT_SAMPLING)
+    _check_choice("policy", config.policy, BUILT_POLICIES)
+    for part in (config, *parts):
+        for key, neutral in UNBUILT_OPTIONS.items():
+            if key in part.model_fields_set and getattr(part, key) not in neutral:
+                refuse(key, f"is {getattr(part, key)!r}, a known option that is not built yet", f"drop {key}")
+
+
+def _check_choice(field: str, value: str, built: frozenset[str]) -> None:
+    if value not in built:
+        refuse(field, f"is `{value}`, which is known but not built yet", f"built: {', '.join(sorted(built))}")
+
+
+def _build_source(index: int, source: Any, hybrid: Mapping[str, Any]) -> SourceConfig:
+    """Build one source of a hybrid; errors name it as sources[index]."""
+    try:
+        if isinstance(source, SpeculativeBase):
+            source = _given(source)
+        data = parse.read_mapping(source)
+        if data.get("method") == "hybrid":
+            refuse("method", "is `hybrid`, but a hybrid cannot be a source of another", "list its sources here")
+        if data.get("num_speculative_tokens") is None and hybrid.get("num_speculative_tokens") is not None:
+            data["num_speculative_tokens"] = hybrid["num_speculative_tokens"]
+        return cast("SourceConfig", build(data))
+    except ConfigError as error:
+        place = f"sources[{index}]"
+        message = error.message.replace("speculative_config", f"speculative_config.{place}", 1)
+        raise ConfigError(message if place in message else f"{message} in {place}", hint=error.hint) from None
+
+
+def _given(config: SpeculativeBase) -> dict[str, Any]:
+    """Return the keys that were set, sources kept as built models."""
+    return {name: getattr(config, name) for name in config.model_fields_set} | {"method": config.method}
