@@ -6,7 +6,7 @@ Read next: methods.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias, cast
 
 from pydantic import Field, model_validator
@@ -184,6 +184,11 @@ def with_num_speculative_tokens(config: SpeculativeConfig, drafts: int) -> Specu
 def with_method(config: SpeculativeConfig, method: str) -> SpeculativeConfig:
     """Return the same keys under another method; a key that the new method lacks is refused."""
     return cast("SpeculativeConfig", parse.validate(MODELS[method], {**_given(config), "method": method}, _OWNERS))
+
+
+def with_sources(config: HybridConfig, sources: Sequence[SourceConfig]) -> HybridConfig:
+    """Return the hybrid over other configs of its sources."""
+    return HybridConfig.model_validate({**_given(config), "sources": tuple(sources)})
 
 
 def check_built(config: SpeculativeConfig) -> None:

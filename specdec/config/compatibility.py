@@ -1,0 +1,142 @@
+"""Whether a draft checkpoint fits its target, judged by their configs: sizes, vocabularies, trained depth.
+
+Owns: the checks and the default of num_speculative_tokens. Must not know: files (resolve.py reads them). Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from specdec.config.fields import refuse
+from specdec.config.inference import SPECULATORS_METHODS, mtp_depth
+from specdec.errors import ConfigError
+from specdec.logging import get_logger
+
+logger = get_logger(__name__)
+
+NO_HEAD_STATES = frozenset({"draft_model"})  # methods that read nothing of the target's hidden width
+
+
+def flatten(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a draft's config.json in one level; a speculators config keeps its decoder in a part of its own.
+
+    Raises:
+        ConfigError: a speculators config without transformer_layer_config or proposal methods.
+    """
+    if "speculators_model_type" not in raw:
+        return {**raw, **{key: value for key, value in (raw.get("text_config") or {}).items() if key not in raw}}
+    layer = raw.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        raise ConfigError("draft config.json is a speculators config without transformer_layer_config", hint="export the draft again")
+    flat = {**layer, **{key: value for key, value in raw.items() if key != "transformer_layer_config"}}
+    family = raw["speculators_model_type"]
+    if family in ("dflash", "dflash2", "dspark") and not raw.get("aux_hidden_state_layer_ids"):
+        raise ConfigError(f"draft config.json ({family}) has no aux_hidden_state_layer_ids", hint="export the draft again")
+    return flat
+
+
+def trained_depth(method: str, keys: Mapping[str, Any]) -> tuple[int | None, str]:
+    """Return how many drafts the checkpoint was made for and the key that says so; None where nothing does."""
+    if proposals := (keys.get("speculators_config") or {}).get("proposal_methods"):
+        tokens = proposals[0].get("speculative_tokens")
+        if not isinstance(tokens, int):
+            raise ConfigError("draft config.json: the first of proposal_methods has no speculative_tokens", hint="export the draft again")
+        return tokens, "speculative_tokens"
+    if keys.get("speculators_model_type") in SPECULATORS_METHODS:
+        raise ConfigError("draft config.json has no proposal_methods in speculators_config", hint="export the draft again")
+    if method in ("dspark", "dflash"):
+        for key in ("block_size", "dspark_block_size"):
+            if isinstance(keys.get(key), int):
+                return keys[key] - (method == "dflash"), key  # a dflash block starts with the anchor
+        return None, ""
+    if method == "medusa":
+        key = "num_heads" if "num_heads" in keys else "medusa_num_heads"
+        return keys.get(key), key
+    if method == "mtp":
+        return mtp_depth(keys), "n_predict"
+    return keys.get("n_predict"), "n_predict"
+
+
+def settle_num_speculative_tokens(method: str, asked: int | None, keys: Mapping[str, Any]) -> tuple[int, str]:
+    """Return the number of drafts and where it came from: user or checkpoint.
+
+    Raises:
+        ConfigError: none is known, or more are asked than the checkpoint can draft.
+    """
+    depth, key = trained_depth(method, keys)
+    if asked is None and depth is None:
+        hint = 'the draft checkpoint names none: add "num_speculative_tokens"'
+        refuse("num_speculative_tokens", f"is missing, but method `{method}` needs it", hint)
+    if asked is None:
+        return int(depth or 1), "checkpoint"
+    _check_depth(method, asked, depth, key, keys)
+    return asked, "user"
+
+
+def _check_depth(method: str, asked: int, depth: int | None, key: str, keys: Mapping[str, Any]) -> None:
+    name = "num_speculative_tokens"
+    if "ParseAuxMTPModel" in (keys.get("architectures") or ()) and asked != 1:
+        refuse(name, f"is {asked}, but this checkpoint has one trained step, so it must be 1", f"use 1, or leave {name} out")
+    if depth is None or asked <= depth:
+        return
+    if method == "mtp" and asked % depth == 0:
+        logger.warning(
+            "num_speculative_tokens %d runs the %d trained MTP layers again and again: later drafts are accepted less", asked, depth
+        )
+        return
+    if method in ("mtp", "medusa", "mlp_speculator", "dflash", "dspark"):
+        more = f" or a multiple of {depth}" if method == "mtp" else ""
+        refuse(name, f"is {asked}, but the draft checkpoint has {key} {depth}, so it must be at most {depth}{more}", f"use {depth}")
+
+
+def check_sizes(method: str, draft: Mapping[str, Any], target: Mapping[str, Any]) -> None:
+    """Compare hidden width and vocabulary of a drafter that reads the target's hidden states.
+
+    Raises:
+        ConfigError: names both numbers.
+    """
+    if method in NO_HEAD_STATES:
+        return
+    hint = "choose a draft trained for this target, or use method `ngram`, which needs none"
+    width = draft.get("target_hidden_size") or draft.get("hidden_size")
+    if width is not None and target.get("hidden_size") is not None and width != target["hidden_size"]:
+        raise ConfigError(f"draft hidden size {width} differs from target hidden size {target['hidden_size']}", hint=hint)
+    vocabulary = draft.get("vocab_size")
+    if vocabulary is not None and vocabulary != target["vocab_size"]:
+        raise ConfigError(f"draft vocabulary {vocabulary} differs from target vocabulary {target['vocab_size']}", hint=hint)
+    reduced = draft.get("draft_vocab_size")
+    if reduced is not None and reduced > target["vocab_size"]:
+        raise ConfigError(f"draft_vocab_size {reduced} of the draft exceeds the target vocabulary {target['vocab_size']}", hint=hint)
+
+
+def check_vocabularies(draft_tokens: Mapping[str, int], target_tokens: Mapping[str, int], *, draft_size: int, target_size: int) -> None:
+    """Compare the tokens of a draft model with the target's. Sizes in rows of the embeddings; padding rows may differ.
+
+    Raises:
+        ConfigError: names both sizes and the first token that differs.
+    """
+    for token, index in sorted(target_tokens.items(), key=lambda item: item[1]):
+        if draft_tokens.get(token) != index:
+            found = f"id {draft_tokens[token]}" if token in draft_tokens else "missing"
+            message = (
+                f"draft vocabulary {draft_size} does not match target vocabulary {target_size}: "
+                f"token {token!r} is id {index} in the target and {found} in the draft"
+            )
+            raise ConfigError(message, hint="choose a draft with the target's tokenizer, or use method `ngram`, which needs none")
+    if draft_size != target_size:
+        logger.info("draft and target have the same tokens; rows %d and %d differ in padding only", draft_size, target_size)
+
+
+def check_draft_lengths(asked: int | None, *, draft_limit: int | None, target_limit: int) -> None:
+    """Check the drafter's own length limit, in tokens, against both models.
+
+    Raises:
+        ConfigError: it exceeds one of them.
+    """
+    if asked is None:
+        return
+    if draft_limit is not None and asked > draft_limit:
+        refuse("max_model_len", f"is {asked}, but the draft reads at most {draft_limit} tokens", f"use at most {draft_limit}, or drop it")
+    if asked > target_limit:
+        refuse("max_model_len", f"is {asked}, but the target's max_model_len is {target_limit}", f"use at most {target_limit}, or drop it")
