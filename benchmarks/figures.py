@@ -1,0 +1,94 @@
+"""From a line of results to a table: for the terminal, and for the block of README.md between its two marks.
+
+Owns: presentation. Must not know: how anything was measured.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from specdec.errors import ConfigError
+
+BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
+COLUMNS = (
+    ("tok/s", "tok_per_s", 1), ("TTFT p50 ms", "ttft_ms_p50", 0), ("p99", "ttft_ms_p99", 0), ("TPOT p50 ms", "tpot_ms_p50", 1),
+    ("p99", "tpot_ms_p99", 1), ("ITL p50 ms", "itl_ms_p50", 1), ("p99", "itl_ms_p99", 1), ("accepted length", "acceptance_length", 2),
+)  # fmt: skip
+
+
+def load_name(load: dict[str, Any]) -> str:
+    """Return `chat, 4 clients` or `chat, 2/s`."""
+    if load["rate"] is not None:
+        return f"{load['workload']}, {load['rate']:g}/s"
+    return f"{load['workload']}, {load['concurrency']} client{'s' if load['concurrency'] > 1 else ''}"
+
+
+def print_table(line: dict[str, Any]) -> None:
+    """Print median and spread of every figure, one row for each cell and arm, and the ratio to the first arm."""
+    table = Table(title=f"median of {line['repeats']} [lowest to highest of tok/s]; {line['max_tokens']} new tokens at most, greedy")
+    for name in ("load", "arm", *(title for title, _, _ in COLUMNS), "ratio"):
+        table.add_column(name, justify="left" if name in ("load", "arm") else "right")
+    for cell in line["cells"]:
+        for label, figures in cell["figures"].items():
+            values = [_value(figures[name], digits, spread=name == "tok_per_s") for _, name, digits in COLUMNS]
+            table.add_row(load_name(cell["load"]), label, *values, _ratio(cell["ratio"].get(label)))
+    Console(width=170).print(table)
+
+
+def _value(figure: list[float] | None, digits: int, *, spread: bool) -> str:
+    if figure is None:
+        return "-"
+    middle, low, high = figure
+    return f"{middle:.{digits}f}" + (f" \\[{low:.{digits}f} to {high:.{digits}f}]" if spread else "")
+
+
+def _ratio(ratios: list[float] | None) -> str:
+    """Return median, lowest and highest of the ratios of the repeats."""
+    if not ratios:
+        return ""
+    ordered = sorted(ratios)
+    return f"{ordered[len(ordered) // 2]:.2f} \\[{ordered[0]:.2f} to {ordered[-1]:.2f}]"
+
+
+def markdown(line: dict[str, Any]) -> str:
+    """Return the README's table: tok/s of each arm, the ratio, and the acceptance length; losing rows stay in."""
+    labels = list(line["cells"][0]["figures"])
+    others = labels[1:]
+    header = [
+        "load",
+        *(f"{label}, tok/s" for label in labels),
+        *(f"{label} / {labels[0]}" for label in others),
+        *(f"{label}, accepted length" for label in others),
+    ]
+    rows = [header, ["---", *["---:"] * (len(header) - 1)]]
+    for cell in line["cells"]:
+        speeds = [_value(cell["figures"][label]["tok_per_s"], 0, spread=False) for label in labels]
+        ratios = [_ratio(cell["ratio"].get(label)).partition(" ")[0] for label in others]
+        lengths = [_value(cell["figures"][label]["acceptance_length"], 2, spread=False) for label in others]
+        rows.append([load_name(cell["load"]), *speeds, *ratios, *lengths])
+    where = line["gpu"] or f"{line['cpu']}, {line['cores']} cores"
+    how = f"median of {line['repeats']}; greedy, at most {line['max_tokens']} new tokens; commit {line['commit']}, {line['time'][:10]}"
+    footer = f"{where}; torch {line['torch']}; {how}."
+    arms = "; ".join(f"{label}: `{command}`" for label, command in line["arms"].items())
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + f"\n\n{footer}\n{arms}."
+
+
+def write_readme(readme: Path, results: Path) -> None:
+    """Replace what stands between the marks by the newest line of results.
+
+    Raises:
+        ConfigError: no results, or no marks.
+    """
+    lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
+    if not lines:
+        raise ConfigError(f"{results} holds no results", hint="run benchmarks/bench_server.py first")
+    text = readme.read_text(encoding="utf-8")
+    if BEGIN not in text or END not in text:
+        raise ConfigError(f"{readme} lacks the marks {BEGIN} and {END}", hint="put them where the table belongs")
+    head, _, rest = text.partition(BEGIN)
+    readme.write_text(f"{head}{BEGIN}\n{markdown(json.loads(lines[-1]))}\n{END}{rest.partition(END)[2]}", encoding="utf-8")

@@ -1,0 +1,280 @@
+"""The command line: serve, chat, bench, doctor. Every import that costs time happens inside its subcommand.
+
+Owns: names, groups and help of the options, and how errors are shown. Must not know: what the engine does with them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from specdec import __version__
+from specdec.errors import ConfigError, SpecdecError
+
+if TYPE_CHECKING:
+    from specdec.tools.serve import SpeculationFlags
+
+try:
+    from typer.exceptions import TyperException as UsageError
+except ImportError:  # older typer raises click's own exceptions
+    from click import ClickException as UsageError  # type: ignore[assignment]
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, rich_markup_mode="rich", help="A serving engine whose subject is speculative decoding."
+)
+MODEL, CACHE, SCHEDULER, SPECULATION, SERVER = "Model", "Cache", "Scheduler", "Speculation", "Server"
+
+
+def _opt(*names: str, group: str, help: str, **more: Any) -> Any:
+    return typer.Option(*names, rich_help_panel=group, help=help, **more)
+
+
+def _read_config_file(ctx: typer.Context, path: str | None) -> str | None:
+    """Make the file's values the defaults of this command, so that the command line wins over them."""
+    if path is not None:
+        from specdec.tools.config_file import read_options
+
+        known = {
+            name.lstrip("-"): str(p.name) for p in ctx.command.params for name in p.opts if name.startswith("--") and p.name != "config"
+        }
+        ctx.default_map = read_options(path, known)
+    return path
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        print(f"specdec {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def serve(
+    ctx: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="Directory, .gguf file or hub id; none: SmolLM2-135M-Instruct, embedded.", show_default=False),
+    ] = None,
+    model_option: Annotated[str | None, _opt("--model", group=MODEL, help="The same as MODEL, as vLLM spells it.")] = None,
+    served_model_name: Annotated[str | None, _opt("--served-model-name", group=MODEL, help="Name in the API and in metric labels.")] = None,
+    tokenizer: Annotated[str | None, _opt("--tokenizer", group=MODEL, help="Directory or hub id, when it is not the model's own.")] = None,
+    revision: Annotated[str | None, _opt("--revision", group=MODEL, help="Branch, tag or commit of a hub id.")] = None,
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"],
+        _opt("--dtype", group=MODEL, help="auto: bfloat16 where the device is fast at it."),
+    ] = "auto",
+    device: Annotated[Literal["auto", "cpu", "cuda"], _opt("--device", group=MODEL, help="auto: a GPU when there is one.")] = "auto",
+    max_model_len: Annotated[
+        int | None, _opt("--max-model-len", group=MODEL, help="Tokens of prompt and answer; at most the model's.")
+    ] = None,
+    seed: Annotated[int, _opt("--seed", group=MODEL, help="Seed of requests that bring none.")] = 0,
+    trust_remote_code: Annotated[bool, _opt("--trust-remote-code", group=MODEL, help="Run Python code found in the checkpoint.")] = False,
+    block_size: Annotated[int, _opt("--block-size", group=CACHE, help="Tokens in one KV block.")] = 16,
+    num_blocks: Annotated[
+        int | None, _opt("--num-blocks", "--num-gpu-blocks-override", group=CACHE, help="KV blocks; none: from --memory-fraction.")
+    ] = None,
+    memory_fraction: Annotated[
+        float | None,
+        _opt("--memory-fraction", "--gpu-memory-utilization", group=CACHE, help="None: 0.9 of a GPU, 0.3 of free memory on a CPU."),
+    ] = None,
+    enable_prefix_caching: Annotated[
+        bool, _opt("--enable-prefix-caching/--no-enable-prefix-caching", group=CACHE, help="Reuse the KV of equal prompt starts.")
+    ] = True,
+    max_num_seqs: Annotated[int, _opt("--max-num-seqs", group=SCHEDULER, help="Requests that run at once.")] = 64,
+    max_num_batched_tokens: Annotated[
+        int, _opt("--max-num-batched-tokens", group=SCHEDULER, help="Tokens of one step, drafts included.")
+    ] = 2048,
+    long_prefill_token_threshold: Annotated[
+        int, _opt("--long-prefill-token-threshold", group=SCHEDULER, help="Most prompt tokens one request reads in a step; 0: no limit.")
+    ] = 0,
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority"], _opt("--scheduling-policy", group=SCHEDULER, help="Who runs first when not all can.")
+    ] = "fcfs",
+    max_waiting: Annotated[int, _opt("--max-waiting", group=SCHEDULER, help="Requests that may wait; more get 429. 0: no limit.")] = 1024,
+    async_scheduling: Annotated[
+        bool, _opt("--async-scheduling/--no-async-scheduling", group=SCHEDULER, help="Plan a step while the one before runs.")
+    ] = False,
+    speculative_config: Annotated[
+        str | None,
+        _opt("--speculative-config", "-sc", group=SPECULATION, help="JSON with vLLM's keys; also --speculative-config.KEY VALUE."),
+    ] = None,
+    spec_method: Annotated[str | None, _opt("--spec-method", group=SPECULATION, help="Short for the key method.")] = None,
+    spec_model: Annotated[str | None, _opt("--spec-model", group=SPECULATION, help="Short for the key model.")] = None,
+    spec_tokens: Annotated[int | None, _opt("--spec-tokens", group=SPECULATION, help="Short for the key num_speculative_tokens.")] = None,
+    no_speculation: Annotated[bool, _opt("--no-speculation", group=SPECULATION, help="Decode plainly, one token a step.")] = False,
+    host: Annotated[str, _opt("--host", group=SERVER, help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, _opt("--port", group=SERVER, help="Port to listen on; 0 picks a free one.", min=0, max=65535)] = 8000,
+    api_key: Annotated[list[str] | None, _opt("--api-key", group=SERVER, help="Key that clients must send; may be repeated.")] = None,
+    cors_origin: Annotated[
+        list[str] | None, _opt("--cors-origin", group=SERVER, help="Origin that browsers may call from; may be repeated.")
+    ] = None,
+    max_body_bytes: Annotated[int, _opt("--max-body-bytes", group=SERVER, help="Largest request body.")] = 16 * 1024 * 1024,
+    metrics_compat: Annotated[
+        Literal["none", "vllm"], _opt("--metrics-compat", group=SERVER, help="vllm: also export vLLM's metric names.")
+    ] = "none",
+    per_request_spec_decode_metrics: Annotated[
+        Literal["none", "summary", "detailed"],
+        _opt("--per-request-spec-decode-metrics", group=SERVER, help="Speculation figures in each response."),
+    ] = "none",
+    drain_seconds: Annotated[float, _opt("--drain-seconds", group=SERVER, help="Time running requests get after SIGTERM.", min=0)] = 30.0,
+    log_level: Annotated[
+        str | None, _opt("--log-level", group=SERVER, help="DEBUG, INFO, WARNING, ERROR; none: $SPECDEC_LOG_LEVEL or INFO.")
+    ] = None,
+    log_format: Annotated[Literal["text", "json"], _opt("--log-format", group=SERVER, help="One line an event, as text or JSON.")] = "text",
+    config: Annotated[  # noqa: ARG001 - read by its callback, before the other options
+        str | None,
+        _opt("--config", group=SERVER, help="YAML file of options; the command line wins.", is_eager=True, callback=_read_config_file),
+    ] = None,
+) -> None:
+    """Start an OpenAI-compatible server. Without arguments: the embedded model, speculation on, port 8000."""
+    from specdec.config.engine import EMBEDDED_MODEL, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+    from specdec.server.options import ServerOptions
+    from specdec.tools.serve import Listen, SpeculationFlags
+    from specdec.tools.serve import serve as start
+
+    if model and model_option and not _from_file(ctx, "model_option"):
+        raise ConfigError(f"MODEL is {model!r} and --model is {model_option!r}", hint="give the model once")
+    engine = EngineConfig(
+        device=device,
+        model=ModelConfig(
+            model=model or model_option or EMBEDDED_MODEL,
+            tokenizer=tokenizer,
+            revision=revision,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            served_model_name=served_model_name,
+            seed=seed,
+            trust_remote_code=trust_remote_code,
+        ),
+        cache=CacheConfig(
+            block_size=block_size, num_blocks=num_blocks, memory_fraction=memory_fraction, enable_prefix_caching=enable_prefix_caching
+        ),
+        scheduler=SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            long_prefill_token_threshold=long_prefill_token_threshold,
+            policy=scheduling_policy,
+            max_waiting=max_waiting,
+            async_scheduling=async_scheduling,
+        ),
+    )
+    start(
+        engine,
+        _drop_file_speculation(
+            ctx,
+            SpeculationFlags(config=speculative_config, method=spec_method, model=spec_model, num_tokens=spec_tokens, off=no_speculation),
+        ),
+        listen=Listen(host=host, port=port, drain_s=drain_seconds, log_level=log_level, log_format=log_format),
+        options=ServerOptions(
+            api_keys=tuple(api_key or ()),
+            cors_origins=tuple(cors_origin or ()),
+            max_body_bytes=max_body_bytes,
+            metrics_compat=metrics_compat,
+            per_request_spec_decode_metrics=per_request_spec_decode_metrics,
+        ),
+    )
+
+
+# Parameter of the command line -> field of SpeculationFlags.
+SPECULATION_OPTIONS = {
+    "speculative_config": "config",
+    "spec_method": "method",
+    "spec_model": "model",
+    "spec_tokens": "num_tokens",
+    "no_speculation": "off",
+}
+
+
+def _from_file(ctx: typer.Context, name: str) -> bool:
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "DEFAULT_MAP"
+
+
+def _drop_file_speculation(ctx: typer.Context, flags: SpeculationFlags) -> SpeculationFlags:
+    """Return the flags; when the command line holds any of them, those of the --config file are dropped together."""
+    sources = {name: ctx.get_parameter_source(name) for name in SPECULATION_OPTIONS}
+    if not any(source is not None and source.name == "COMMANDLINE" for source in sources.values()):
+        return flags
+    dropped: dict[str, Any] = {
+        field: False if field == "off" else None for name, field in SPECULATION_OPTIONS.items() if _from_file(ctx, name)
+    }
+    return replace(flags, **dropped)
+
+
+@app.command()
+def chat(
+    url: Annotated[str, typer.Option(help="Base URL of a running OpenAI-compatible server.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="Model name; none: the first one that the server lists.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 512,
+    api_key: Annotated[str | None, typer.Option(help="Key to send, where the server wants one.")] = None,
+) -> None:
+    """Talk to a running server. /reset starts over, /quit leaves, Ctrl-C stops an answer."""
+    from specdec.tools.chat import ChatOptions, run
+
+    run(ChatOptions(url=url, model=model, system=system, temperature=temperature, max_tokens=max_tokens, api_key=api_key))
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine offers: versions, device, dtype, kernels, embedded model."""
+    from specdec.tools.doctor import report
+
+    print(report())
+
+
+@app.command()
+def bench(
+    url: Annotated[str, typer.Option(help="Base URL of a running OpenAI-compatible server.")] = "http://127.0.0.1:8000",
+    workload: Annotated[Literal["chat", "copy"], typer.Option(help="chat: questions; copy: texts to repeat and edit.")] = "chat",
+    concurrency: Annotated[int, typer.Option(help="Requests in flight (closed loop).", min=1)] = 1,
+    rate: Annotated[float | None, typer.Option(help="Requests a second with Poisson arrivals (open loop) instead.", min=0.001)] = None,
+    num_requests: Annotated[int, typer.Option(help="Requests to measure.", min=1)] = 16,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.", min=1)] = 128,
+    seed: Annotated[int, typer.Option(help="Order of the prompts and arrival times.")] = 0,
+    api_key: Annotated[str | None, typer.Option(help="Key to send, where the server wants one.")] = None,
+) -> None:
+    """Load a running server and print tokens a second, latencies and acceptance length."""
+    from specdec.tools.loadgen import Load, run_and_print
+
+    load = Load(workload=workload, concurrency=concurrency, rate=rate, num_requests=num_requests, max_tokens=max_tokens, seed=seed)
+    run_and_print(url, load, api_key=api_key)
+
+
+def _show(message: str, hint: str | None) -> None:
+    sys.stderr.write(SpecdecError(message, hint=hint).render() + "\n")
+
+
+def _run(argv: Sequence[str]) -> int:
+    """Run one command line; return the exit status. 2 means that the user can mend it; there is no traceback then."""
+    argv = list(argv) or ["--help"]
+    try:
+        if argv[0] == "serve":
+            from specdec.tools.argv import normalise
+
+            argv = normalise(argv)
+        status = app(argv, prog_name="specdec", standalone_mode=False)
+        return status if isinstance(status, int) else 0
+    except SpecdecError as error:
+        _show(error.message, error.hint)
+        return 2
+    except UsageError as error:
+        message = error.format_message().replace("Value error, ", "").replace("Input should be", "it should be").rstrip(".")
+        command = f" {argv[0]}" if argv[0] in COMMANDS else ""
+        _show(message[0].lower() + message[1:], f"see specdec{command} --help")
+        return 2
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+
+
+COMMANDS = ("serve", "chat", "doctor", "bench")
+
+
+def main() -> None:
+    """Entry point of the `specdec` program."""
+    sys.exit(_run(sys.argv[1:]))

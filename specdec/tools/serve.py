@@ -1,0 +1,117 @@
+"""From options to a running server: bind, resolve, load, serve, in that order, so that cheap errors come first.
+
+Owns: the order of start-up. Must not know: the command line (cli.py) or routes (server/).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from socket import socket
+from typing import TYPE_CHECKING, Literal
+
+from specdec.errors import ConfigError
+from specdec.logging import configure, get_logger
+
+if TYPE_CHECKING:
+    from specdec.config.engine import EngineConfig, ResolvedConfig
+    from specdec.config.speculative import SpeculativeConfig
+    from specdec.server.options import ServerOptions
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationFlags:
+    """What the user said about speculation: JSON text, the three short flags, or that there should be none."""
+
+    config: str | None = None
+    method: str | None = None
+    model: str | None = None
+    num_tokens: int | None = None
+    off: bool = False
+
+    @property
+    def said(self) -> bool:
+        """True when any option asks for a kind of speculation."""
+        return any(value is not None for value in (self.config, self.method, self.model, self.num_tokens))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listen:
+    """Where to listen, how long running requests may take after a stop signal (seconds), and how to log."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    drain_s: float = 30.0
+    log_level: str | None = None
+    log_format: Literal["text", "json"] = "text"
+
+
+def serve(engine: EngineConfig, speculation: SpeculationFlags, *, listen: Listen, options: ServerOptions) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Raises:
+        ConfigError: anything the user can mend; raised before the model is loaded wherever that is possible.
+    """
+    from specdec.server.serve import bind
+
+    configure(listen.log_level, listen.log_format)
+    asked = replace(engine, speculative=choose_speculation(speculation))
+    with bind(listen.host, listen.port) as sock:
+        resolved = _resolve_and_report(asked, said=speculation.said or speculation.off)
+        _check_options(options, resolved)
+        _load_and_run(resolved, options=options, listen=listen, sock=sock)
+
+
+def choose_speculation(flags: SpeculationFlags) -> SpeculativeConfig | None:
+    """Return the configuration to draft with, None for plain decoding. Nothing said means the default drafting.
+
+    Raises:
+        ConfigError: a value that cannot be, or --no-speculation beside another flag of speculation.
+    """
+    from specdec.config.resolve import default_speculative
+    from specdec.config.speculative import parse_speculative
+
+    if flags.off and flags.said:
+        raise ConfigError("--no-speculation and speculation options are both given", hint="drop one of them")
+    if flags.off:
+        return None
+    if not flags.said:
+        return default_speculative()
+    return parse_speculative(flags.config, spec_method=flags.method, spec_model=flags.model, spec_tokens=flags.num_tokens)
+
+
+def _resolve_and_report(engine: EngineConfig, *, said: bool) -> ResolvedConfig:
+    from specdec.config.report import render
+    from specdec.config.resolve import resolve
+
+    resolved = resolve(engine, sources=None if said else {"speculative": "default"})
+    for line in render(resolved.report).splitlines():
+        logger.info("%s", line)
+    return resolved
+
+
+def _check_options(options: ServerOptions, resolved: ResolvedConfig) -> None:
+    if options.per_request_spec_decode_metrics != "none" and resolved.traits is None:
+        raise ConfigError(
+            f"--per-request-spec-decode-metrics is {options.per_request_spec_decode_metrics!r}, but speculation is off",
+            hint="drop it, or drop --no-speculation",
+        )
+
+
+def _load_and_run(resolved: ResolvedConfig, *, options: ServerOptions, listen: Listen, sock: socket) -> None:
+    from specdec.engine.async_engine import AsyncEngine
+    from specdec.engine.core import EngineCore
+    from specdec.engine.tokenizer import Tokenizer
+    from specdec.server.app import create_app
+    from specdec.server.serve import run_server
+
+    tokenizer = Tokenizer.from_resolved(resolved)
+    engine = AsyncEngine(EngineCore.from_config(resolved))
+    try:
+        app = create_app(engine, tokenizer, resolved, options=options)
+        host, port = sock.getsockname()[:2]
+        logger.info("serving %s on http://%s:%d", resolved.served_model_name, f"[{host}]" if ":" in host else host, port)
+        run_server(app, sock=sock, drain_s=listen.drain_s)
+    finally:
+        engine.close()
