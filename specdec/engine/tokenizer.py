@@ -118,7 +118,9 @@ class Tokenizer:
         extra = dict(template_kwargs or {})
         reserved = sorted(extra.keys() & _RESERVED_TEMPLATE_KEYS)
         if reserved:
-            raise RequestRejected(f"chat_template_kwargs must not set {reserved[0]!r}, which has its own field", param="chat_template_kwargs")
+            raise RequestRejected(
+                f"chat_template_kwargs must not set {reserved[0]!r}, which has its own field", param="chat_template_kwargs"
+            )
         try:
             text: str = self.hf.apply_chat_template(
                 [dict(message) for message in messages],
@@ -158,7 +160,9 @@ class Tokenizer:
         return "ByteLevel" in repr(self.backend.decoder)
 
 
-_RESERVED_TEMPLATE_KEYS = frozenset({"messages", "conversation", "tools", "add_generation_prompt", "chat_template", "tokenize", "return_dict"})
+_RESERVED_TEMPLATE_KEYS = frozenset(
+    {"messages", "conversation", "tools", "add_generation_prompt", "chat_template", "tokenize", "return_dict"}
+)
 
 
 def _byte_of_char() -> dict[str, int]:

@@ -1,0 +1,250 @@
+"""EngineCore: one decode step from plan to text.
+
+Owns: the order of a step and its failure rules. Must not know: HTTP, threads, how drafts are made.
+Read next: scheduler/scheduler.py, then worker/model_runner.py.
+
+One step of one request, with K = 3 drafts waiting of which the target keeps one (counts in tokens):
+
+    moment      num_tokens  num_computed  drafts  what happened
+    before          10            9          3    a decoding request has exactly one uncomputed token
+    schedule        10           13          3    plan 13 - 9 = 4 rows, positions 9 to 12; computed counts run ahead
+    execute         10           13          -    target keeps d1, refuses d2, draws r: token_ids = (d1, r), 2 rejected
+    update          12           11          n    commit appends d1 r, takes the 2 rejected rows back: 13 - 2 = 11 = 12 - 1
+    emit            12           11          n    d1 and r become text; n drafts of the proposer wait for the next step
+
+If d1 were an end-of-sequence token, update would keep (d1,) alone; if d1 completed a stop string, emit would, and tell the
+scheduler. Either way ids, log-probabilities, text, counts and usage end with d1.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from specdec.config.engine import ResolvedConfig
+from specdec.engine.admission import check_request, with_token_ids
+from specdec.engine.output_processor import OutputProcessor
+from specdec.engine.tokenizer import Tokenizer
+from specdec.engine.types import EngineOutput, EngineRequest
+from specdec.errors import EngineDeadError, RequestRejected
+from specdec.metrics.stats import EngineStats, IntervalLog, StepGauges
+from specdec.scheduler.output import ModelRunnerOutput, RequestOutput, SchedulerOutput
+from specdec.scheduler.policy import build_policy
+from specdec.scheduler.request import CommitResult, Request
+from specdec.scheduler.scheduler import Scheduler
+
+_NOTHING = RequestOutput()
+
+
+class Runner(Protocol):
+    """What the engine needs of a worker."""
+
+    num_blocks: int
+
+    def execute(self, plan: SchedulerOutput, /) -> ModelRunnerOutput:
+        """Run one step."""
+        ...
+
+    def close(self) -> None:
+        """Free everything."""
+        ...
+
+
+class EngineCore:
+    """One scheduler, one worker, one tokenizer. Single-threaded: only `check` and `describe_requests` may be called from elsewhere.
+
+    A request that fails alone (RequestOutput.error) ends as "error" and the others go on. An exception out of `step` means
+    that worker and scheduler may disagree, so the core refuses to be stepped again.
+    """
+
+    def __init__(self, resolved: ResolvedConfig, runner: Runner, *, tokenizer: Tokenizer) -> None:
+        self.resolved = resolved
+        self.tokenizer = tokenizer
+        self.stats = EngineStats()
+        self._runner = runner
+        self._scheduler = Scheduler(resolved, runner.num_blocks, build_policy(resolved))
+        self._processor = OutputProcessor(tokenizer, self.stats)
+        self._log = IntervalLog(self.stats, now_s=time.monotonic())
+        # async_scheduling: the worker runs on its own thread, and a step is planned while the one before it still runs
+        self._executor = ThreadPoolExecutor(1, "specdec-worker") if resolved.engine.scheduler.async_scheduling else None
+        self._in_flight: _InFlight | None = None
+        self._failure: Exception | None = None
+
+    @classmethod
+    def from_config(cls, resolved: ResolvedConfig) -> EngineCore:
+        """Load tokenizer and worker. Slow: reads the weights.
+
+        Raises:
+            ConfigError: the model or the tokenizer cannot be read, or does not fit into memory.
+        """
+        from specdec.worker.worker import load_runner
+
+        tokenizer = Tokenizer.from_resolved(resolved)  # first: it fails fast
+        return cls(resolved, load_runner(resolved), tokenizer=tokenizer)
+
+    def check(self, request: EngineRequest) -> None:
+        """Refuse what this model cannot serve; any thread may call it before `add_request`.
+
+        Raises:
+            RequestRejected: `param` names the field.
+        """
+        check_request(request, self.resolved)
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Put a request into the waiting queue.
+
+        Raises:
+            RequestRejected: it cannot be served as asked, or its id is in use.
+            QueueFull: the waiting queue is at its limit.
+        """
+        self.check(request)
+        if request.request_id in self._processor:
+            raise RequestRejected(f"request_id {request.request_id!r} is in use", param="request_id", hint="send another id, or none")
+        request = with_token_ids(request, self.tokenizer)
+        self._scheduler.add(
+            Request(
+                request_id=request.request_id,
+                prompt_token_ids=request.prompt_token_ids,
+                sampling=request.sampling,
+                arrival_s=request.arrival_s,
+                priority=request.priority,
+                tenant=request.tenant,
+            )
+        )
+        self._processor.add(request)
+
+    def abort(self, request_id: str) -> EngineOutput | None:
+        """End a request now and return its last output; None when it has ended already."""
+        if request_id not in self._processor:
+            return None
+        self._scheduler.abort(request_id)
+        with self.stats.lock:
+            self.stats.gauges = self._gauges()
+            return self._processor.end(request_id, "abort", now_s=time.monotonic())
+
+    def step(self) -> list[EngineOutput]:
+        """Run one step: schedule, execute, commit, turn tokens into text, count. Returns what clients get, in batch order.
+
+        Raises:
+            EngineDeadError: an earlier step failed. Whatever a step itself raises is the engine's end.
+        """
+        if self._failure is not None:
+            raise EngineDeadError(f"an earlier step failed: {self._failure}") from self._failure
+        try:
+            return self._step() if self._executor is None else self._step_overlapped(self._executor)
+        except Exception as error:
+            self._failure = error
+            raise
+
+    @property
+    def has_work(self) -> bool:
+        """True while `step` has something to do, telling the worker of ended requests included."""
+        return self._scheduler.has_work or self._scheduler.has_unsent_finishes or self._in_flight is not None
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the waiting queue."""
+        return self._scheduler.num_waiting
+
+    def describe_requests(self) -> dict[str, dict[str, Any]]:
+        """State of every live request, for a watchdog: it may be read while a step hangs."""
+        now_s = time.monotonic()
+        report: dict[str, dict[str, Any]] = {}
+        for request in list(self._scheduler.requests.values()):
+            report[request.request_id] = {
+                "status": request.status.value,
+                "num_computed_tokens": request.num_computed_tokens,
+                "num_draft_nodes": request.num_draft_nodes,
+                "num_in_flight_tokens": request.num_in_flight_tokens,
+                "num_blocks": len(request.block_ids),
+                **self._processor.describe(request.request_id, now_s),
+            }
+        return report
+
+    def close(self) -> None:
+        """Free the worker. The core cannot step afterwards."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=True, cancel_futures=True)
+        if self._failure is None:
+            self._failure = EngineDeadError("the engine was closed")
+            self._runner.close()
+
+    def _step(self) -> list[EngineOutput]:
+        plan, schedule_s = self._schedule()
+        return self._complete(plan, self._runner.execute(plan), schedule_s=schedule_s)
+
+    def _step_overlapped(self, executor: ThreadPoolExecutor) -> list[EngineOutput]:
+        """Plan and hand over the next step, then finish the one before it while the next already runs."""
+        previous, self._in_flight = self._in_flight, None
+        plan, schedule_s = self._schedule()
+        if plan.num_scheduled_tokens or plan.finished or plan.preempted_ids:
+            self._in_flight = _InFlight(plan, executor.submit(self._runner.execute, plan), schedule_s)
+        if previous is None:
+            return []
+        return self._complete(previous.plan, previous.result.result(), schedule_s=previous.schedule_s)
+
+    def _schedule(self) -> tuple[SchedulerOutput, float]:
+        """Plan a step; return it and the seconds that took."""
+        start_s = time.monotonic()
+        plan = self._scheduler.schedule()
+        for new in plan.new:
+            self._processor.mark_scheduled(new.request_id, start_s)
+        return plan, time.monotonic() - start_s
+
+    def _complete(self, plan: SchedulerOutput, result: ModelRunnerOutput, *, schedule_s: float) -> list[EngineOutput]:
+        now_s = time.monotonic()
+        commits = self._scheduler.update(plan, result)
+        with self.stats.lock:
+            outputs = self._emit(commits, result.results, now_s=now_s)
+            self._observe(plan, result, schedule_s=schedule_s, output_s=time.monotonic() - now_s)
+        self._log.tick(now_s)
+        return outputs
+
+    def _emit(self, commits: Mapping[str, CommitResult], results: Mapping[str, RequestOutput], *, now_s: float) -> list[EngineOutput]:
+        """Turn commits into outputs; a stop string ends its request in the scheduler too."""
+        outputs: list[EngineOutput] = []
+        for request_id, commit in commits.items():
+            emitted = self._processor.process(request_id, commit, result=results.get(request_id, _NOTHING), now_s=now_s)
+            if emitted.cut_at is not None:
+                self._scheduler.finish(request_id, "stop", num_tokens=emitted.cut_at)
+            if emitted.output is not None:
+                outputs.append(emitted.output)
+        return outputs
+
+    def _observe(self, plan: SchedulerOutput, result: ModelRunnerOutput, *, schedule_s: float, output_s: float) -> None:
+        if not plan.num_scheduled_tokens:
+            self.stats.gauges = self._gauges()
+            return
+        timings = result.timings
+        durations_s = (
+            ("schedule", schedule_s),
+            ("prepare", timings.prepare_s),
+            ("forward", timings.forward_s),
+            ("verify", timings.verify_s),
+            ("propose", timings.propose_s),
+            ("output", output_s),
+        )
+        self.stats.observe_step(plan.total_num_scheduled_tokens, durations_s=durations_s, gauges=self._gauges())
+
+    def _gauges(self) -> StepGauges:
+        scheduler = self._scheduler
+        return StepGauges(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            kv_cache_usage=scheduler.kv_usage,
+            num_preemptions=scheduler.num_preemptions,
+            prefix_cache_queries=scheduler.kv.num_queried_tokens,
+            prefix_cache_hits=scheduler.kv.num_hit_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A step the worker has and the scheduler has not committed."""
+
+    plan: SchedulerOutput
+    result: Future[ModelRunnerOutput]
+    schedule_s: float
