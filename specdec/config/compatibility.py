@@ -6,7 +6,7 @@ Owns: the checks and the default of num_speculative_tokens. Must not know: files
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from specdec.config.fields import refuse
 from specdec.config.inference import SPECULATORS_METHODS, mtp_depth
@@ -58,7 +58,7 @@ def trained_depth(method: str, keys: Mapping[str, Any]) -> tuple[int | None, str
     return keys.get("n_predict"), "n_predict"
 
 
-def settle_num_speculative_tokens(method: str, asked: int | None, keys: Mapping[str, Any]) -> tuple[int, str]:
+def settle_num_speculative_tokens(method: str, asked: int | None, keys: Mapping[str, Any]) -> tuple[int, Literal["user", "checkpoint"]]:
     """Return the number of drafts and where it came from: user or checkpoint.
 
     Raises:

@@ -107,6 +107,7 @@ class ResolvedConfig:
     engine: what was asked, with `speculative` as decided (method of the checkpoint, num_speculative_tokens filled in).
     model_path: directory with config.json and safetensors. hf_config: transformers configuration object.
     draft_model_path: directory of the draft checkpoint; None for methods without one.
+    sources: of a hybrid, each source resolved as if it ran alone; proposers of sources are built from these.
     num_blocks None: the worker fixes it after counting weights and verify logits.
     """
 
@@ -123,6 +124,7 @@ class ResolvedConfig:
     traits: MethodTraits | None = None
     draft_hf_config: Any = None
     draft_model_path: str | None = None
+    sources: tuple[ResolvedConfig, ...] = ()
     report: tuple[ReportRow, ...] = ()
 
     @property

@@ -127,15 +127,19 @@ def check_schedule(entries: Sequence[tuple[int, int, int]]) -> None:
         refuse(name, f"starts at batch size {ordered[0][0]}, but the first range must start at 1", "add an entry for the small batches")
 
 
+def idle_fields(rule: str) -> frozenset[str]:
+    """Return the keys that belong to other rules than this one."""
+    return frozenset(name for owner, names in _RULE_FIELDS.items() if owner != rule for name in names)
+
+
 def _check_rule_fields(config: SpeculativeBase) -> None:
     """A key of one rule may not be set beside another rule, where it would do nothing."""
-    for rule, names in _RULE_FIELDS.items():
-        if config.rejection_sample_method == rule:
-            continue
-        for name in names:
-            if name in config.model_fields_set and getattr(config, name) is not None:
-                hint = f'set "rejection_sample_method": "{rule}", or drop {name}'
-                refuse(name, f"is only used by rejection_sample_method `{rule}`, which is `{config.rejection_sample_method}`", hint)
+    chosen = config.rejection_sample_method
+    for name in sorted(idle_fields(chosen) & config.model_fields_set):
+        if getattr(config, name) is not None:
+            rule = next(rule for rule, names in _RULE_FIELDS.items() if name in names)
+            hint = f'set "rejection_sample_method": "{rule}", or drop {name}'
+            refuse(name, f"belongs to rejection_sample_method `{rule}`, but that is `{chosen}`", hint)
 
 
 def _check_synthetic(config: SpeculativeBase) -> None:

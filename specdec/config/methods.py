@@ -162,7 +162,7 @@ _METHODS: dict[str, Callable[[_Draft], MethodTraits]] = {
 def _hybrid(config: Any, hf_draft_config: Any, num_target_layers: int | None) -> MethodTraits:
     """Join the sources: the most of every count, all taps. hf_draft_config: mapping of source method to its checkpoint's config."""
     drafts = hf_draft_config or {}
-    parts = [traits_for(source, drafts.get(source.method), num_target_layers=num_target_layers) for source in config.sources]
+    parts = [traits_for(source, drafts.get(source.method), num_target_layers=num_target_layers) for source in config.inherited_sources()]
     limit = min(config.num_speculative_tokens or 2**31, max(part.max_nodes for part in parts))
     laws = [part.laws for part in parts]
     kinds = [part.kv for part in parts]

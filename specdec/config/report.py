@@ -10,7 +10,7 @@ from dataclasses import MISSING, fields
 from typing import Any, Literal, cast
 
 from specdec.config.engine import CacheConfig, EngineConfig, ModelConfig, ReportRow, SchedulerConfig
-from specdec.config.fields import SpeculativeBase
+from specdec.config.fields import SpeculativeBase, idle_fields
 
 Source = Literal["user", "checkpoint", "default", "derived"]
 SECTIONS: dict[str, type] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
@@ -33,11 +33,12 @@ def speculative_rows(config: SpeculativeBase | None, sources: Mapping[str, str] 
     if config is None:
         return [ReportRow(name="speculative", value="off", source=_source("speculative", sources, "user"))]
     general = _source("speculative", sources, "user")
+    idle = idle_fields(config.rejection_sample_method)
     rows = []
     for name in type(config).model_fields:
         origin = general if name in config.model_fields_set or name == "method" else "default"
         value = getattr(config, name)
-        if value is not None:
+        if value is not None and name not in idle:
             rows.append(ReportRow(name=f"speculative.{name}", value=value, source=_source(f"speculative.{name}", sources, origin)))
     return rows
 

@@ -27,6 +27,7 @@ from specdec.config.method_configs import (
     MtpConfig,
     NgramConfig,
     NgramGpuConfig,
+    OneHotConfig,
     SuffixConfig,
 )
 from specdec.errors import ConfigError
@@ -87,10 +88,21 @@ class HybridConfig(SpeculativeBase):
             refuse("sources", f"is {methods}, but each method may occur once", "drop the repeated one")
         if "extract_hidden_states" in methods:
             refuse("sources", "holds `extract_hidden_states`, which drafts nothing", "run it alone")
+        if self.draft_sample_method != "greedy" and all(isinstance(source, OneHotConfig) for source in self.sources):
+            refuse("draft_sample_method", f"is `{self.draft_sample_method}`, but none of {methods} has draft logits", "leave it out")
         for index, source in enumerate(self.sources):
             for name in sorted(_SHARED_FIELDS & source.model_fields_set):
                 refuse(f"sources[{index}].{name}", "is decided for the whole hybrid", f"move {name} beside `sources`")
         return self
+
+    def inherited_sources(self) -> tuple[SourceConfig, ...]:
+        """Return the sources with the hybrid's rule, policy and, where they draw drafts, its way of drawing."""
+        shared = {name: getattr(self, name) for name in _SHARED_FIELDS & self.model_fields_set}
+        drawn = shared.pop("draft_sample_method", "greedy")
+        return tuple(
+            source.model_copy(update=shared | ({} if isinstance(source, OneHotConfig) else {"draft_sample_method": drawn}))
+            for source in self.sources
+        )
 
 
 _SHARED_FIELDS = frozenset(SpeculativeBase.model_fields) - {"method", "model", "num_speculative_tokens"}
@@ -189,6 +201,12 @@ def with_method(config: SpeculativeConfig, method: str) -> SpeculativeConfig:
 def with_sources(config: HybridConfig, sources: Sequence[SourceConfig]) -> HybridConfig:
     """Return the hybrid over other configs of its sources."""
     return HybridConfig.model_validate({**_given(config), "sources": tuple(sources)})
+
+
+def settle_source(asked: SourceConfig, decided: SpeculativeConfig) -> SourceConfig:
+    """Return a source of a hybrid with the method and length that its checkpoint decided."""
+    settled = with_method(asked, decided.method) if decided.method != asked.method else asked
+    return cast("SourceConfig", with_num_speculative_tokens(settled, decided.num_speculative_tokens or 1))
 
 
 def check_built(config: SpeculativeConfig) -> None:

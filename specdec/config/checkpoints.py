@@ -1,0 +1,117 @@
+"""What the checks read of checkpoints: configuration objects, plain keys, tokens and end tokens.
+
+Owns: reading config.json, generation_config.json and tokenizer files. Must not know: what was asked, nor weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specdec.config.engine import ModelConfig
+from specdec.errors import ConfigError
+from specdec.models.source import TargetFiles, locate_target, locate_tokenizer, read_json
+
+_CHAT_END = "<|im_end|>"  # what the embedded model says at the end of a turn
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What the checks read of the target: its files, its configuration object, and the text part of that as a mapping."""
+
+    files: TargetFiles
+    tokenizer_path: str
+    hf_config: Any
+    keys: Mapping[str, Any]
+    raw: Mapping[str, Any]
+
+
+def read_target(model: ModelConfig) -> Target:
+    """Return the target's files and configuration.
+
+    Raises:
+        ConfigError: files are missing or broken, or it is no language model.
+    """
+    files = locate_target(model.model, revision=model.revision)
+    tokenizer_path = locate_tokenizer(model.tokenizer or files.tokenizer_path)
+    hf_config = _auto_config(files.model_path, trust_remote_code=model.trust_remote_code)
+    keys = hf_config.get_text_config().to_dict()
+    if not keys.get("vocab_size"):
+        raise ConfigError(f"model type {keys.get('model_type')!r} has no vocab_size", hint="serve a causal language model")
+    return Target(files, tokenizer_path, hf_config, keys, read_json(Path(files.model_path) / "config.json"))
+
+
+def _auto_config(path: str, *, trust_remote_code: bool = False) -> Any:
+    """Return transformers' configuration object of a directory."""
+    import transformers
+
+    try:
+        return transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # unknown model types, bad values and missing code end here by many classes
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"{path}/config.json cannot be read: {first}", hint="check that transformers knows this model type") from None
+
+
+def draft_hf_config(path: str, keys: Mapping[str, Any]) -> Any:
+    """Return a configuration object for a drafter; types that transformers does not know become a plain one with the same keys."""
+    import transformers
+
+    kept = {key: value for key, value in keys.items() if key not in ("model_type", "transformers_version")}
+    try:
+        return transformers.AutoConfig.for_model(keys["model_type"], **kept)
+    except (KeyError, ValueError, TypeError):
+        pass
+    try:
+        plain = transformers.PretrainedConfig()
+        for key, value in kept.items():
+            setattr(plain, key, value)
+    except Exception as error:
+        raise ConfigError(f"{path}/config.json cannot be read: {error}", hint="export the draft again") from None
+    return plain
+
+
+def eos_token_ids(target: Target) -> tuple[int, ...]:
+    """Return every id that ends an answer, ascending: generation config, model config, tokenizer, and the embedded model's turn end."""
+    path, tokenizer = Path(target.files.model_path), Path(target.tokenizer_path)
+    found: set[int] = set()
+    generation = read_json(path / "generation_config.json") if (path / "generation_config.json").is_file() else {}
+    for value in (generation.get("eos_token_id"), target.keys.get("eos_token_id")):
+        found.update(value if isinstance(value, list) else [] if value is None else [value])
+    ids = token_ids(tokenizer)
+    names = [_eos_token(tokenizer)] + ([_CHAT_END] if target.files.kind == "embedded" else [])
+    found.update(ids[name] for name in names if name in ids)
+    vocab_size = int(target.keys["vocab_size"])
+    if outside := sorted(index for index in found if not 0 <= index < vocab_size):
+        raise ConfigError(
+            f"eos token ids {outside} are outside the model's vocabulary of {vocab_size}", hint="pass the model's own --tokenizer"
+        )
+    return tuple(sorted(found))
+
+
+def _eos_token(tokenizer: Path) -> str | None:
+    path = tokenizer / "tokenizer_config.json"
+    token = read_json(path).get("eos_token") if path.is_file() else None
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def token_ids(tokenizer: Path) -> dict[str, int]:
+    """Return token -> id of a tokenizer, added tokens included; through transformers where there is no tokenizer.json."""
+    path = tokenizer / "tokenizer.json"
+    if path.is_file():
+        content = read_json(path)
+        vocabulary = (content.get("model") or {}).get("vocab")
+        if isinstance(vocabulary, list):  # unigram models list (token, score) pairs
+            vocabulary = {entry[0]: index for index, entry in enumerate(vocabulary)}
+        added = {entry["content"]: entry["id"] for entry in content.get("added_tokens") or ()}
+        return {**(vocabulary or {}), **added}
+    import transformers
+
+    try:
+        return dict(transformers.AutoTokenizer.from_pretrained(str(tokenizer)).get_vocab())
+    except Exception as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(
+            f"tokenizer {tokenizer} cannot be read: {first}", hint="pass --tokenizer with the model's own tokenizer"
+        ) from None
