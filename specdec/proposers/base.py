@@ -114,11 +114,15 @@ class DraftBatch:
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """Bytes a proposer needs, known before KV blocks are counted: weights, per KV block, and per persistent row."""
+    """Bytes a proposer needs, known before KV blocks are counted: weights, per KV block, and per persistent row.
+
+    kv_layers: (num_kv_heads, head_dim) of each draft layer that owns a paged cache, in the order of DraftRail.kv.
+    """
 
     weights_bytes: int = 0
     kv_bytes_per_block: int = 0
     row_bytes: int = 0
+    kv_layers: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +153,7 @@ class TargetHandle(Protocol):
     final_norm: Callable[[torch.Tensor], torch.Tensor]
     layers: Sequence[Any]
     config: Any
+    forward: Callable[..., Any]  # (input_ids, positions, kv, metadata, taps=()) -> (hidden [N, H], taps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +161,7 @@ class DraftRail:
     """What a proposer is lent once, after memory is fixed.
 
     kv: the proposer's own paged caches, one (K, V) pair per draft layer, or empty. target_kv: read-only views of the target's.
-    build_attention(cu_query_lens, query_lens, seq_lens, block_table, slot_mapping, parents=None, causal=True) -> AttentionMetadata.
+    build_attention(query_lens=, seq_lens=, block_table=, slot_mapping=, tree_mask=None, is_causal=True) -> AttentionMetadata.
     sample_target(logits [L, V], rows [L], positions [L]) -> [L] int64 draws from the target's law with the target's own noise.
     """
 

@@ -1,0 +1,196 @@
+"""ModelRunner: executes one step. Gather, forward, verify, commit rows, propose, in that order and in one place.
+
+Owns: the step on the device. Must not know: queues, text, or which draft method it holds.
+Read next: batch_builder.py, sampler.py, proposers/base.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from time import perf_counter
+
+import torch
+
+from specdec.config.methods import Tap
+from specdec.models.attention import AttentionMetadata, KVPair
+from specdec.models.registry import TargetModel
+from specdec.proposers.base import AdmitInfo, DraftBatch, DraftSampling, Proposer, StepView
+from specdec.scheduler.output import ModelRunnerOutput, RequestOutput, SchedulerOutput, StepTimings, TokenLogprobs
+from specdec.worker.batch_builder import attention_metadata, build_batch
+from specdec.worker.input_batch import InputBatch, VerifyResult
+from specdec.worker.post_update import commit_rows, compact_kv
+from specdec.worker.prompt_logprobs import prompt_logprobs
+from specdec.worker.request_state import RequestState, RowInfo
+from specdec.worker.sampler import Sampler
+
+
+class ModelRunner:
+    """Runs steps against one target, one paged cache and at most one proposer."""
+
+    def __init__(
+        self, model: TargetModel, kv: Sequence[KVPair], *, state: RequestState, sampler: Sampler, proposer: Proposer | None, block_size: int
+    ) -> None:
+        self.model, self.kv, self.state, self.sampler, self.proposer = model, kv, state, sampler, proposer
+        self.block_size = block_size
+        self.num_blocks = kv[0][0].shape[0]
+        self._taps: tuple[Tap, ...] = proposer.traits.taps if proposer else ()
+
+    @torch.inference_mode()
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step and return what every scheduled request emitted."""
+        start_s = perf_counter()
+        self._apply(plan)
+        if not plan.num_scheduled_tokens:
+            return ModelRunnerOutput(results={}, epoch=plan.epoch)
+        infos, batch = build_batch(plan, self.state, block_size=self.block_size)
+        meta = attention_metadata(batch, infos)
+        prepared_s = perf_counter()
+        hidden, taps = self.model.forward(batch.input_ids, batch.positions, self.kv, meta, taps=self._taps)  # [N, H]
+        logits = self.model.compute_logits(hidden[batch.logits_indices])  # [L, V] f32
+        forwarded_s = perf_counter()
+        verified, raw = self.sampler.verify(logits, batch, infos)
+        results = self._results(infos, batch, verified, logprobs=self.sampler.logprobs(raw, verified, infos), hidden=hidden)
+        if batch.parents is not None:
+            compact_kv(self.kv, batch, verified)
+        commit_rows(self.state, infos, batch, verified)
+        verified_s = perf_counter()
+        if self.proposer is not None:
+            num_nodes = self._propose(self.proposer, plan, infos, batch, verified=verified, taps=taps)
+            results = {key: _with_next(result, n) for (key, result), n in zip(results.items(), num_nodes, strict=True)}
+        timings = StepTimings(
+            prepare_s=prepared_s - start_s,
+            forward_s=forwarded_s - prepared_s,
+            verify_s=verified_s - forwarded_s,
+            propose_s=perf_counter() - verified_s,
+        )
+        return ModelRunnerOutput(results=results, epoch=plan.epoch, timings=timings)
+
+    def close(self) -> None:
+        """Drop caches and weights' last references."""
+        self.kv = ()
+
+    def _apply(self, plan: SchedulerOutput) -> None:
+        """Bring the persistent rows up to the plan: free, admit, append blocks."""
+        rows, outcomes = self.state.release(dict(plan.finished), plan.preempted_ids)
+        if rows and self.proposer is not None:
+            self.proposer.release(rows, outcomes)
+        for cached in plan.cached:
+            self.state.append_blocks(cached.request_id, cached.new_block_ids)
+        admitted = [self.state.add(new) for new in plan.new]
+        if admitted and self.proposer is not None:
+            infos = [AdmitInfo(new.request_id, new.token_ids, new.tenant, new.sampling) for new in plan.new]
+            self.proposer.admit([info.row for info in admitted], infos)
+
+    def _results(
+        self,
+        infos: list[RowInfo],
+        batch: InputBatch,
+        verified: VerifyResult,
+        *,
+        logprobs: Mapping[int, tuple[TokenLogprobs, ...]],
+        hidden: torch.Tensor,
+    ) -> dict[str, RequestOutput]:
+        counts = torch.stack((verified.num_sampled, verified.num_drafts, verified.num_invalid)).tolist()
+        tokens = verified.token_ids.tolist()
+        of_prompt = prompt_logprobs(self.model, self.state, infos, batch, hidden=hidden)
+        results = {}
+        for index, (info, sampled, tested, invalid) in enumerate(zip(infos, *counts, strict=True)):
+            failed = sampled == 0 and batch.num_logits_cpu[index] > 0
+            results[info.request_id] = RequestOutput(
+                token_ids=tuple(tokens[index][:sampled]),
+                num_drafts=tested,
+                num_invalid=invalid,
+                source=info.source if batch.num_drafts_cpu[index] else "",
+                draft_token_ids=self._drafts_of(info, batch.num_drafts_cpu[index]),
+                logprobs=logprobs.get(index),
+                prompt_logprobs=of_prompt.get(index),
+                error="no token has a finite logit (numerical failure, or every token is forbidden)" if failed else None,
+            )
+        return results
+
+    def _drafts_of(self, info: RowInfo, count: int) -> tuple[int, ...]:
+        return tuple(self.state.draft_token_ids[info.row, :count].tolist()) if count else ()
+
+    def _propose(
+        self, proposer: Proposer, plan: SchedulerOutput, infos: list[RowInfo], batch: InputBatch, *, verified: VerifyResult, taps: Mapping[Tap, torch.Tensor]
+    ) -> list[int]:
+        """Let the proposer extend its state and draft; store the drafts and return how many each request has."""
+        orders = [plan.drafts_next.get(info.request_id) for info in infos]
+        drafts = proposer.propose(
+            StepView(
+                request_ids=batch.request_ids,
+                rows=batch.rows,
+                cu_query_lens=batch.cu_query_lens,
+                target_token_ids=batch.input_ids,
+                target_positions=batch.positions,
+                path=verified.path,
+                sampled_token_ids=verified.token_ids,
+                num_sampled=verified.num_sampled,
+                num_rejected=verified.num_rejected,
+                num_computed=self.state.num_computed[batch.rows],
+                token_ids=self.state.token_ids,
+                num_tokens=self.state.num_tokens,
+                max_nodes=[order.max_nodes if order else 0 for order in orders],
+                sources=[order.source if order else None for order in orders],
+                taps=taps,
+                block_table=batch.block_table,
+                sampling=self._draft_sampling(batch.rows),
+            )
+        )
+        num_nodes = _drafts_within_order(drafts, orders)
+        self.state.store_drafts(infos, batch.rows, drafts, num_nodes)
+        return num_nodes
+
+    def _draft_sampling(self, rows: torch.Tensor) -> DraftSampling:
+        state = self.state
+        return DraftSampling(temperature=state.temperature[rows], seed=state.seed[rows], top_k=state.top_k[rows], top_p=state.top_p[rows])
+
+
+def _drafts_within_order(drafts: DraftBatch, orders: Sequence[object]) -> list[int]:
+    counts: list[int] = drafts.num_nodes.tolist()
+    assert len(counts) == len(orders), f"proposer answered for {len(counts)} of {len(orders)} requests"
+    return counts
+
+
+def _with_next(result: RequestOutput, num_next: int) -> RequestOutput:
+    if num_next == 0:
+        return result
+    return RequestOutput(
+        token_ids=result.token_ids,
+        num_drafts=result.num_drafts,
+        num_invalid=result.num_invalid,
+        num_next=num_next,
+        source=result.source,
+        draft_token_ids=result.draft_token_ids,
+        logprobs=result.logprobs,
+        prompt_logprobs=result.prompt_logprobs,
+        error=result.error,
+    )
+
+
+def build_metadata_factory(device: torch.device) -> object:
+    """Return DraftRail.build_attention for the device."""
+
+    def build(
+        *,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        block_table: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        tree_mask: torch.Tensor | None = None,
+        is_causal: bool = True,
+    ) -> AttentionMetadata:
+        cu_query_lens = torch.zeros(len(query_lens) + 1, dtype=torch.int32)
+        cu_query_lens[1:] = torch.tensor(query_lens).cumsum(0)
+        return AttentionMetadata(
+            cu_query_lens=cu_query_lens.to(device),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+            block_table=block_table,
+            slot_mapping=slot_mapping,
+            query_lens_cpu=tuple(query_lens),
+            seq_lens_cpu=tuple(seq_lens),
+            tree_mask=tree_mask,
+            is_causal=is_causal,
+        )
+
+    return build

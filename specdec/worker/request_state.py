@@ -1,0 +1,141 @@
+"""RequestState: the runner's persistent rows, one per request it knows.
+
+Owns: token history, counters, block tables and waiting drafts on the device, and their host twins.
+Must not know: queues (scheduler) or how drafts are made. Letters: M rows, K draft nodes, B blocks per request.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from specdec.proposers.base import Dense, DraftBatch, Outcome, Sparse
+from specdec.sampling_params import SamplingParams
+from specdec.scheduler.output import FinishedRequest, NewRequestData
+from specdec.worker.input_batch import INVALID_TOKEN
+
+
+@dataclass(slots=True)
+class RowInfo:
+    """Host side of one row. num_tokens: committed; prefill_len: tokens known when the row was given."""
+
+    request_id: str
+    row: int
+    num_prompt_tokens: int
+    prefill_len: int
+    num_tokens: int
+    num_computed: int
+    num_blocks: int
+    sampling: SamplingParams
+    tenant: str
+    seed: int
+    num_drafts: int = 0
+    source: str = ""
+    parents: list[int] | None = None
+    law: Dense | Sparse | None = None  # rows of this request alone, [1, K, ...]; None means one-hot
+
+
+class RequestState:
+    """Rows by request id. Device tensors: token_ids [M, max_len] int32, num_tokens and num_computed [M] int64,
+    draft_token_ids [M, K] int64, block_table [M, B] int32, and the sampling parameters [M]."""
+
+    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, max_nodes: int, seed: int, device: torch.device) -> None:
+        rows, blocks = max_num_seqs, -(-max_model_len // block_size) + 1
+        self.device = device
+        self.infos: dict[str, RowInfo] = {}
+        self._free = list(range(rows - 1, -1, -1))
+        self._seeds = random.Random(seed)
+        self._seed_of: dict[str, int] = {}  # survives preemption, so that a resumed request replays its own noise
+        self.token_ids = torch.zeros(rows, max_model_len + 1, dtype=torch.int32, device=device)
+        self.num_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.num_computed = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.draft_token_ids = torch.full((rows, max(max_nodes, 1)), INVALID_TOKEN, dtype=torch.int64, device=device)
+        self.block_table = torch.zeros(rows, blocks, dtype=torch.int32, device=device)
+        self.temperature = torch.zeros(rows, dtype=torch.float32, device=device)
+        self.top_k = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.top_p = torch.ones(rows, dtype=torch.float32, device=device)
+        self.min_p = torch.zeros(rows, dtype=torch.float32, device=device)
+        self.seed = torch.zeros(rows, dtype=torch.int64, device=device)
+
+    def add(self, new: NewRequestData) -> RowInfo:
+        """Give a new or resumed request a row and fill it."""
+        row = self._free.pop()
+        sampling = new.sampling
+        info = RowInfo(
+            request_id=new.request_id,
+            row=row,
+            num_prompt_tokens=new.num_prompt_tokens,
+            prefill_len=len(new.token_ids),
+            num_tokens=len(new.token_ids),
+            num_computed=new.num_computed_tokens,
+            num_blocks=0,
+            sampling=sampling,
+            tenant=new.tenant,
+            seed=self._seed_for(new.request_id, sampling.seed),
+        )
+        self.infos[new.request_id] = info
+        self.token_ids[row, : info.num_tokens] = torch.tensor(new.token_ids, dtype=torch.int32)
+        self.num_tokens[row] = info.num_tokens
+        self.num_computed[row] = new.num_computed_tokens
+        self.draft_token_ids[row] = INVALID_TOKEN
+        self.temperature[row] = 0.0 if sampling.is_greedy else sampling.temperature
+        self.top_k[row] = max(sampling.top_k, 0)
+        self.top_p[row] = sampling.top_p
+        self.min_p[row] = sampling.min_p
+        self.seed[row] = info.seed
+        self.append_blocks(new.request_id, new.block_ids)
+        return info
+
+    def append_blocks(self, request_id: str, block_ids: tuple[int, ...]) -> None:
+        """Write new block ids behind the ones the row has."""
+        if block_ids:
+            info = self.infos[request_id]
+            end = info.num_blocks + len(block_ids)
+            self.block_table[info.row, info.num_blocks : end] = torch.tensor(block_ids, dtype=torch.int32)
+            info.num_blocks = end
+
+    def release(self, finished: dict[str, FinishedRequest], preempted: Iterable[str]) -> tuple[list[int], list[Outcome]]:
+        """Free rows; return them with their outcomes, for the proposer to forget and to learn."""
+        rows, outcomes = [], []
+        for request_id in [*finished, *preempted]:
+            if request_id in finished:
+                self._seed_of.pop(request_id, None)
+            info = self.infos.pop(request_id, None)
+            if info is None:
+                continue
+            end = finished[request_id].num_tokens if request_id in finished else info.num_tokens
+            tokens = tuple(self.token_ids[info.row, : min(end, info.num_tokens)].tolist())
+            reason = finished[request_id].reason if request_id in finished else "preempt"
+            rows.append(info.row)
+            outcomes.append(Outcome(reason, tokens[: info.num_prompt_tokens], tokens[info.num_prompt_tokens :], info.tenant))
+            self._free.append(info.row)
+        return rows, outcomes
+
+    def store_drafts(self, infos: list[RowInfo], rows: torch.Tensor, drafts: DraftBatch, num_nodes: list[int]) -> None:
+        """Keep a proposer's batch for the next step."""
+        width = drafts.token_ids.shape[1]
+        if width:
+            self.draft_token_ids[rows, :width] = drafts.token_ids
+        for index, (info, count) in enumerate(zip(infos, num_nodes, strict=True)):
+            info.num_drafts = count
+            info.source = drafts.source[index] if count else ""
+            info.parents = drafts.parents[index, :count].tolist() if drafts.parents is not None and count else None
+            info.law = _law_of(drafts, index) if count else None
+
+    def _seed_for(self, request_id: str, asked: int | None) -> int:
+        if request_id not in self._seed_of:
+            seed = self._seeds.getrandbits(63) if asked is None else asked
+            self._seed_of[request_id] = (seed + 2**63) % 2**64 - 2**63  # the same 64 bits as a signed number
+        return self._seed_of[request_id]
+
+
+def _law_of(drafts: DraftBatch, index: int) -> Dense | Sparse | None:
+    law = drafts.law
+    if law is None or law.rows is None or bool(law.one_hot[index]):
+        return None
+    if isinstance(law.rows, Dense):
+        return Dense(law.rows.logits[index : index + 1], law.rows.id_map)
+    return Sparse(law.rows.ids[index : index + 1], law.rows.logprobs[index : index + 1])

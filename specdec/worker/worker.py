@@ -1,0 +1,144 @@
+"""load_runner: weights, memory, caches, proposer, and the runner over them.
+
+Owns: the order in which memory is counted: weights and draft needs and verify logits first, KV blocks from the rest.
+Must not know: queues. Read next: model_runner.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from specdec.config.engine import ResolvedConfig
+from specdec.errors import ConfigError
+from specdec.models.attention import allocate_kv
+from specdec.models.registry import TargetModel, load_model
+from specdec.proposers.base import DraftRail, MemoryNeed, Proposer, build_proposer
+from specdec.worker.model_runner import ModelRunner, build_metadata_factory
+from specdec.worker.request_state import RequestState
+from specdec.worker.sampler import Sampler
+
+logger = logging.getLogger(__name__)
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+CPU_FRACTION, CUDA_FRACTION = 0.3, 0.9
+
+
+def load_runner(resolved: ResolvedConfig, *, proposer: Proposer | None = None) -> ModelRunner:
+    """Load the target and everything a step needs. `proposer` replaces the configured one (tests of the seam).
+
+    Raises:
+        ConfigError: a checkpoint cannot be read, or the memory does not hold one request.
+    """
+    device, dtype = torch.device(resolved.device), DTYPES[resolved.dtype]
+    with torch.inference_mode():
+        model = load_model(resolved.model_path, resolved.hf_config, dtype=dtype, device=device, max_model_len=resolved.max_model_len)
+        proposer = proposer or build_proposer(resolved)
+        need = proposer.memory() if proposer else MemoryNeed()
+        num_blocks = fix_num_blocks(resolved, model, need)
+        block_size = resolved.engine.cache.block_size
+        kv = allocate_kv(model.num_layers, (num_blocks, block_size, *model.kv_shape()), dtype=dtype, device=device)
+        state = RequestState(
+            max_num_seqs=resolved.engine.scheduler.max_num_seqs,
+            max_model_len=resolved.max_model_len,
+            block_size=block_size,
+            max_nodes=proposer.traits.max_nodes if proposer else 0,
+            seed=resolved.engine.model.seed,
+            device=device,
+        )
+        sampler = Sampler(state, eos_token_ids=resolved.eos_token_ids)
+        if proposer is not None:
+            proposer.bind(_rail(resolved, model, kv, sampler=sampler, num_blocks=num_blocks, need=need))
+    return ModelRunner(model, kv, state=state, sampler=sampler, proposer=proposer, block_size=block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes of one configuration: what is fixed, and what one KV block costs (draft KV included)."""
+
+    budget_bytes: int
+    fixed_bytes: int
+    block_bytes: int
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks that fit beside the fixed needs."""
+        return max(self.budget_bytes - self.fixed_bytes, 0) // self.block_bytes
+
+
+def fix_num_blocks(resolved: ResolvedConfig, model: TargetModel, need: MemoryNeed) -> int:
+    """Return the number of KV blocks: the user's, or what the memory fraction leaves, never more than can be used."""
+    cache, limits = resolved.engine.cache, resolved.engine.scheduler
+    per_request = -(-(resolved.max_model_len + resolved.num_lookahead_tokens) // cache.block_size)
+    if cache.num_blocks is not None:
+        num_blocks = cache.num_blocks
+    else:
+        plan = memory_plan(resolved, model, need)
+        num_blocks = min(plan.num_blocks, limits.max_num_seqs * per_request + 1)
+        if num_blocks < per_request + 1:
+            raise ConfigError(
+                f"max_model_len {resolved.max_model_len} needs {per_request + 1} KV blocks, but memory holds {num_blocks}",
+                hint="lower --max-model-len, raise --memory-fraction, or set --num-blocks",
+            )
+    logger.info("KV cache: %d blocks of %d tokens", num_blocks, cache.block_size)
+    return num_blocks
+
+
+def memory_plan(resolved: ResolvedConfig, model: TargetModel, need: MemoryNeed) -> MemoryPlan:
+    """Count weights, draft weights, draft rows and verify logits before any KV block."""
+    limits, cache = resolved.engine.scheduler, resolved.engine.cache
+    device = torch.device(resolved.device)
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]  # the target's weights are already resident
+        fraction = cache.memory_fraction or CUDA_FRACTION
+    else:
+        free = _free_ram_bytes()
+        fraction = cache.memory_fraction or CPU_FRACTION
+    max_nodes = resolved.traits.max_nodes if resolved.traits else 0
+    logits_rows = min(limits.max_num_seqs * (1 + max_nodes), limits.max_num_batched_tokens)
+    logits_bytes = logits_rows * resolved.vocab_size * 4 * 3  # logits, law, and its running sum
+    activation_bytes = limits.max_num_batched_tokens * resolved.hf_config.hidden_size * 4 * 16
+    heads, head_dim = model.kv_shape()
+    element = torch.empty(0, dtype=model.dtype).element_size()
+    block_bytes = 2 * model.num_layers * cache.block_size * heads * head_dim * element
+    fixed = logits_bytes + activation_bytes + need.weights_bytes + need.row_bytes * limits.max_num_seqs
+    return MemoryPlan(int(free * fraction), fixed, block_bytes + need.kv_bytes_per_block)
+
+
+def _free_ram_bytes() -> int:
+    """MemAvailable of the machine, or of a container's limit where that is lower."""
+    import os
+    from pathlib import Path
+
+    try:
+        line = next(x for x in Path("/proc/meminfo").read_text().splitlines() if x.startswith("MemAvailable"))
+        free = int(line.split()[1]) * 1024
+    except (OSError, StopIteration):
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        free = min(free, int(limit) - used) if limit != "max" else free
+    except (OSError, ValueError):
+        pass
+    return max(free, 0)
+
+
+def _rail(resolved: ResolvedConfig, model: TargetModel, kv: list, *, sampler: Sampler, num_blocks: int, need: MemoryNeed) -> DraftRail:  # type: ignore[type-arg]
+    device = torch.device(resolved.device)
+    block_size = resolved.engine.cache.block_size
+    own = [pair for shape in need.kv_layers for pair in allocate_kv(1, (num_blocks, block_size, *shape), dtype=model.dtype, device=device)]
+    return DraftRail(
+        device=device,
+        dtype=model.dtype,
+        vocab_size=resolved.vocab_size,
+        max_model_len=resolved.max_model_len,
+        max_num_seqs=resolved.engine.scheduler.max_num_seqs,
+        block_size=block_size,
+        kv=own,
+        target_kv=kv,
+        target=model,  # type: ignore[arg-type]
+        build_attention=build_metadata_factory(device),  # type: ignore[arg-type]
+        sample_target=sampler.sample_target,
+    )
