@@ -1,0 +1,175 @@
+"""ServerContext: what every route needs, passed to it and held in no global.
+
+Owns: the record, model names, and prompts as token ids. Must not know: the JSON of any answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from specdec.config.engine import ResolvedConfig
+from specdec.engine.async_engine import AsyncEngine
+from specdec.engine.tokenizer import Tokenizer
+from specdec.engine.types import EngineRequest
+from specdec.errors import RequestRejected
+from specdec.sampling_params import SamplingParams
+from specdec.server.openai_errors import ModelNotFound
+from specdec.server.options import Lifecycle, ServerOptions, SpecMetricsLevel
+from specdec.server.protocol import ChatBody, CompletionBody, GenerationBody
+from specdec.server.sampling import require_unicode
+
+LONG_TEXT = 20_000  # characters; a longer prompt is tokenized on a thread, so that streams of others go on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerContext:
+    """The engine and everything said at start. created_s: Unix time, for /v1/models."""
+
+    engine: AsyncEngine
+    tokenizer: Tokenizer
+    resolved: ResolvedConfig
+    options: ServerOptions
+    lifecycle: Lifecycle
+    created_s: int
+
+    @property
+    def max_nodes(self) -> int:
+        """Drafts per step at most; 0 without speculation."""
+        return self.resolved.traits.max_nodes if self.resolved.traits else 0
+
+    def require_model(self, name: str | None) -> None:
+        """Raise ModelNotFound unless `name` is ours or left out."""
+        served = self.resolved.served_model_name
+        if name is not None and name != served:
+            raise ModelNotFound(f"model is {name[:200]!r}, but this server has {served!r} only", hint="GET /v1/models lists it")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt. text is None where the client sent ids."""
+
+    token_ids: tuple[int, ...]
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One accepted body: its prompts, and the engine requests of all choices, prompt by prompt, `per_prompt` each."""
+
+    id: str
+    created_s: int
+    model: str
+    prompts: tuple[Prompt, ...]
+    requests: tuple[EngineRequest, ...]
+    per_prompt: int
+    level: SpecMetricsLevel
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts, each counted once however many choices it has."""
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+    def prompt_of(self, index: int) -> Prompt:
+        """Return the prompt of a choice."""
+        return self.prompts[index // self.per_prompt]
+
+
+async def completion_prompts(body: CompletionBody, tokenizer: Tokenizer) -> tuple[Prompt, ...]:
+    """Return the prompts of a completion body; add_special_tokens False leaves the model's opening tokens out."""
+    raw = body.prompt
+    items: Sequence[str | list[int] | int] = [raw] if isinstance(raw, str) else raw
+    if isinstance(items[0], int):
+        return (Prompt(tuple(token_id for token_id in items if isinstance(token_id, int))),)
+    special = body.add_special_tokens is not False
+    return tuple([await _prompt(item, tokenizer, special=special) for item in items if not isinstance(item, int)])
+
+
+async def _prompt(item: str | list[int], tokenizer: Tokenizer, *, special: bool) -> Prompt:
+    if isinstance(item, list):
+        return Prompt(tuple(item))
+    return Prompt(await encode(item, tokenizer, add_special_tokens=special), item)
+
+
+async def encode(text: str, tokenizer: Tokenizer, *, add_special_tokens: bool) -> tuple[int, ...]:
+    """Return the ids of a prompt.
+
+    Raises:
+        RequestRejected: the text is not Unicode.
+    """
+    require_unicode("prompt", text)
+    if len(text) < LONG_TEXT:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+
+async def chat_prompt(body: ChatBody, tokenizer: Tokenizer) -> Prompt:
+    """Return a conversation in the model's own format."""
+    for message in body.messages:
+        require_unicode("messages", message.content or "")
+    text = tokenizer.render_chat(
+        [message.for_template() for message in body.messages],
+        add_generation_prompt=body.add_generation_prompt is not False,
+        template_kwargs=body.chat_template_kwargs,
+    )
+    return Prompt(await encode(text, tokenizer, add_special_tokens=bool(body.add_special_tokens)), text)
+
+
+def make_job(
+    kind: str,
+    body: GenerationBody,
+    prompts: Sequence[Prompt],
+    *,
+    samplings: Sequence[SamplingParams],
+    per_prompt: int,
+    ctx: ServerContext,
+    tenant: str,
+) -> Job:
+    """Fan prompts out into engine requests: `per_prompt` choices each, choice i drawn with seed + i."""
+    level = body.per_request_spec_decode_metrics or ctx.options.per_request_spec_decode_metrics
+    name = f"{kind}-{body.request_id or uuid.uuid4().hex}"
+    now_s = time.monotonic()
+    num_requests = len(prompts) * per_prompt
+    requests = [
+        EngineRequest(
+            request_id=name if num_requests == 1 else f"{name}-{index}",
+            prompt_token_ids=prompts[index // per_prompt].token_ids,
+            sampling=_with_seed(samplings[index // per_prompt], index % per_prompt),
+            arrival_s=now_s,
+            priority=body.priority or 0,
+            tenant=tenant,
+            track_drafts=level == "detailed" and num_requests == 1,
+        )
+        for index in range(num_requests)
+    ]
+    return Job(
+        id=name,
+        created_s=int(time.time()),
+        model=ctx.resolved.served_model_name,
+        prompts=tuple(prompts),
+        requests=tuple(requests),
+        per_prompt=per_prompt,
+        level=level,
+    )
+
+
+def num_choices(n: int | None) -> int:
+    """Return n, or 1 where it is left out.
+
+    Raises:
+        RequestRejected: out of range.
+    """
+    count = 1 if n is None else n
+    if not 1 <= count <= 128:
+        raise RequestRejected(f"n is {count}, but it must be in 1..128", param="n")
+    return count
+
+
+def _with_seed(sampling: SamplingParams, offset: int) -> SamplingParams:
+    if sampling.seed is None or offset == 0:
+        return sampling
+    seed = sampling.seed + offset
+    return replace(sampling, seed=seed if seed < 2**64 else seed - 2**64)

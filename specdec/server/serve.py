@@ -1,0 +1,115 @@
+"""Running the app under uvicorn: bind first, serve, drain on SIGTERM or SIGINT, exit 0.
+
+Owns: the socket and the signals. Must not know: routes. Read next: app.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from specdec.errors import ConfigError
+from specdec.server.options import Lifecycle
+
+logger = logging.getLogger(__name__)
+
+AFTER_DRAIN_S = 5  # streams that the drain limit ended need a moment to send their last event
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a bound, listening socket; port 0 picks a free one. Call it before the model is loaded.
+
+    Raises:
+        ConfigError: the address cannot be used; the message says why.
+    """
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        sock = socket.socket(family, kind, proto)
+    except OSError as error:
+        raise ConfigError(f"host {host!r} port {port} is not an address: {error}", hint="try --host 127.0.0.1 --port 8000") from error
+    except OverflowError as error:
+        raise ConfigError(f"port is {port}, but it must be in 0..65535") from error
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restart need not wait for TIME_WAIT
+        sock.bind(address)
+        sock.listen(2048)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {port} on {host!r} is already in use", hint="stop the other program, or choose another --port"
+            ) from error
+        raise ConfigError(f"cannot listen on {host!r} port {port}: {error.strerror}", hint="choose another --host or --port") from error
+    return sock
+
+
+def run_server(
+    app: FastAPI, *, host: str = "127.0.0.1", port: int = 8000, sock: socket.socket | None = None, drain_s: float = 30.0
+) -> None:
+    """Serve `app` until SIGTERM or SIGINT, then let running requests finish for at most `drain_s` seconds.
+
+    Requests that outlast the drain get an error event (streams) or a 503. A second signal stops at once.
+
+    Args:
+        app: from `create_app`.
+        sock: from `bind`; without it, `host` and `port` are bound here.
+
+    Raises:
+        ConfigError: the address cannot be used.
+    """
+    listener = sock or bind(host, port)
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=max(1, round(drain_s) + AFTER_DRAIN_S)
+    )
+    server = DrainingServer(config, lifecycle=app.state.lifecycle, drain_s=drain_s)
+    with suppress(KeyboardInterrupt):
+        asyncio.run(server.serve(sockets=[listener]))
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn with our drain: the routes hear of the signal, and the process ends with code 0."""
+
+    def __init__(self, config: uvicorn.Config, *, lifecycle: Lifecycle, drain_s: float) -> None:
+        super().__init__(config)
+        self._lifecycle = lifecycle
+        self._drain_s = drain_s
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Install the handlers without raising the signal again at the end, so that a clean stop exits with 0."""
+        try:
+            previous = {which: signal.signal(which, self.handle_exit) for which in (signal.SIGINT, signal.SIGTERM)}
+        except ValueError:  # not the main thread: the owner stops us through `should_exit`
+            previous = {}
+        try:
+            yield
+        finally:
+            for which, handler in previous.items():
+                signal.signal(which, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn calls it
+        """Start the drain, or stop at once when asked a second time."""
+        if self.should_exit:
+            self.force_exit = True
+            return
+        self._lifecycle.draining = True
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop accepting, wait for running requests, end the rest when the limit passes."""
+        self._lifecycle.draining = True
+        logger.info("shutting down: running requests may finish within %.0f s", self._drain_s)
+        timer = asyncio.get_running_loop().call_later(self._drain_s, self._lifecycle.expired.set)
+        try:
+            await super().shutdown(sockets=sockets)
+        finally:
+            timer.cancel()
