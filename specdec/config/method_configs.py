@@ -84,7 +84,8 @@ class SuffixConfig(OneHotConfig):
     def _fill_length(cls, data: Any) -> Any:
         if not isinstance(data, dict) or data.get("num_speculative_tokens") is not None:
             return data
-        return {**data, "num_speculative_tokens": data.get("suffix_decoding_max_tree_depth", SUFFIX_TREE_DEPTH)}
+        depth = data.get("suffix_decoding_max_tree_depth")
+        return {**data, "num_speculative_tokens": depth if isinstance(depth, int) and depth >= 1 else SUFFIX_TREE_DEPTH}
 
     @model_validator(mode="after")
     def _check_suffix(self) -> SuffixConfig:
@@ -131,11 +132,16 @@ class ExtractHiddenStatesConfig(OneHotConfig):
     num_speculative_tokens: Count = 1
     draft_model_config: HiddenStatesModel
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_rule(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("rejection_sample_method") == "fly":
+            refuse("rejection_sample_method", "is `fly`, but method `extract_hidden_states` verifies no drafts", "leave it out")
+        return data
+
     @model_validator(mode="after")
     def _check_extract(self) -> ExtractHiddenStatesConfig:
         _check_no_model(self)
-        if self.rejection_sample_method == "fly":
-            refuse("rejection_sample_method", "is `fly`, but method `extract_hidden_states` verifies no drafts", "leave it out")
         if self.num_speculative_tokens != 1:
             refuse(
                 "num_speculative_tokens", f"is {self.num_speculative_tokens}, but method `extract_hidden_states` takes 1", "leave it out"

@@ -117,13 +117,15 @@ def name_method(data: Mapping[str, Any], known: Iterable[str]) -> tuple[str, boo
         refuse("method", "is missing, and there is no model to infer it from", f"choose one of {', '.join(known)}")
     if method is None:
         return _method_of_model(model, known)
+    if not isinstance(method, str):
+        refuse("method", f"is {method!r}, but it must be a string", f"choose one of {', '.join(known)}")
     if method in MTP_ALIASES:
         logger.warning("speculative_config.method `%s` is deprecated: it is now `mtp`", method)
         return "mtp", False
     if method not in known:
-        hint = near_miss(str(method), known) or f"choose one of {', '.join(known)}"
+        hint = near_miss(method, known) or f"choose one of {', '.join(known)}"
         refuse("method", f"is {method!r}, which is not a draft method", hint)
-    return str(method), False
+    return method, False
 
 
 def near_miss(word: str, known: Iterable[str]) -> str | None:
