@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 import specdec
 from specdec import cli
@@ -203,3 +204,13 @@ def test_doctor_reports_and_exits_0() -> None:
     assert rows["kernels"].split()[0] in {"cpu", "triton", "reference"}
     assert rows["dtype"] in {"packed bfloat16", "bfloat16", "float32"}
     assert "embedded" in rows
+
+
+def test_the_reference_page_lists_every_option_of_serve() -> None:
+    page = (ROOT / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
+    command = typer.main.get_command(cli.app)
+    names = [
+        name for p in command.commands["serve"].params for name in (*p.opts, *p.secondary_opts) if name.startswith("-") and name != "--help"
+    ]
+    assert len(names) >= 40
+    assert [name for name in names if f"`{name}`" not in page] == []

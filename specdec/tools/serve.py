@@ -86,8 +86,7 @@ def _resolve_and_report(engine: EngineConfig, *, said: bool) -> ResolvedConfig:
     from specdec.config.resolve import resolve
 
     resolved = resolve(engine, sources=None if said else {"speculative": "default"})
-    for line in render(resolved.report).splitlines():
-        logger.info("%s", line)
+    logger.info("configuration\n%s", render(resolved.report))
     return resolved
 
 
