@@ -67,12 +67,15 @@ def run_server(
         ConfigError: the address cannot be used.
     """
     listener = sock or bind(host, port)
-    config = uvicorn.Config(
-        app, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=max(1, round(drain_s) + AFTER_DRAIN_S)
-    )
-    server = DrainingServer(config, lifecycle=app.state.lifecycle, drain_s=drain_s)
     with suppress(KeyboardInterrupt):
-        asyncio.run(server.serve(sockets=[listener]))
+        asyncio.run(make_server(app, drain_s=drain_s).serve(sockets=[listener]))
+
+
+def make_server(app: FastAPI, *, drain_s: float = 30.0) -> DrainingServer:
+    """Return the server that `run_server` runs; for embedding it in a loop of one's own."""
+    limit_s = max(1, round(drain_s) + AFTER_DRAIN_S)
+    config = uvicorn.Config(app, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=limit_s)
+    return DrainingServer(config, lifecycle=app.state.lifecycle, drain_s=drain_s)
 
 
 class DrainingServer(uvicorn.Server):
