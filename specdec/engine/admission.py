@@ -39,6 +39,8 @@ def check_request(request: EngineRequest, resolved: ResolvedConfig) -> None:
         _require_ids("allowed_token_ids", sampling.allowed_token_ids, resolved.vocab_size)
         if not sampling.allowed_token_ids:
             raise RequestRejected("allowed_token_ids is empty, so that no token could be drawn", param="allowed_token_ids")
+    if sampling.structured is not None:
+        raise RequestRejected("structured outputs are not built yet", param="structured", hint="describe the format in the prompt")
     if sampling.n != 1:
         raise RequestRejected(f"n is {sampling.n}, but the engine takes one sample per request", param="n", hint="send n requests")
     if num_prompt + sampling.min_tokens > limit:

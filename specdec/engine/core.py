@@ -19,7 +19,7 @@ scheduler. Either way ids, log-probabilities, text, counts and usage end with d1
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -60,14 +60,17 @@ class EngineCore:
     that worker and scheduler may disagree, so the core refuses to be stepped again.
     """
 
-    def __init__(self, resolved: ResolvedConfig, runner: Runner, *, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, resolved: ResolvedConfig, runner: Runner, *, tokenizer: Tokenizer, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.resolved = resolved
         self.tokenizer = tokenizer
         self.stats = EngineStats()
         self._runner = runner
+        self._clock = clock  # seconds, on the same scale as EngineRequest.arrival_s
         self._scheduler = Scheduler(resolved, runner.num_blocks, build_policy(resolved))
         self._processor = OutputProcessor(tokenizer, self.stats)
-        self._log = IntervalLog(self.stats, now_s=time.monotonic())
+        self._log = IntervalLog(self.stats, now_s=self._clock())
         # async_scheduling: the worker runs on its own thread, and a step is planned while the one before it still runs
         self._executor = ThreadPoolExecutor(1, "specdec-worker") if resolved.engine.scheduler.async_scheduling else None
         self._in_flight: _InFlight | None = None
@@ -123,7 +126,7 @@ class EngineCore:
         self._scheduler.abort(request_id)
         with self.stats.lock:
             self.stats.gauges = self._gauges()
-            return self._processor.end(request_id, "abort", now_s=time.monotonic())
+            return self._processor.end(request_id, "abort", now_s=self._clock())
 
     def step(self) -> list[EngineOutput]:
         """Run one step: schedule, execute, commit, turn tokens into text, count. Returns what clients get, in batch order.
@@ -151,7 +154,7 @@ class EngineCore:
 
     def describe_requests(self) -> dict[str, dict[str, Any]]:
         """State of every live request, for a watchdog: it may be read while a step hangs."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         report: dict[str, dict[str, Any]] = {}
         for request in list(self._scheduler.requests.values()):
             report[request.request_id] = {
@@ -188,18 +191,18 @@ class EngineCore:
 
     def _schedule(self) -> tuple[SchedulerOutput, float]:
         """Plan a step; return it and the seconds that took."""
-        start_s = time.monotonic()
+        start_s = self._clock()
         plan = self._scheduler.schedule()
         for new in plan.new:
             self._processor.mark_scheduled(new.request_id, start_s)
-        return plan, time.monotonic() - start_s
+        return plan, self._clock() - start_s
 
     def _complete(self, plan: SchedulerOutput, result: ModelRunnerOutput, *, schedule_s: float) -> list[EngineOutput]:
-        now_s = time.monotonic()
+        now_s = self._clock()
         commits = self._scheduler.update(plan, result)
         with self.stats.lock:
             outputs = self._emit(commits, result.results, now_s=now_s)
-            self._observe(plan, result, schedule_s=schedule_s, output_s=time.monotonic() - now_s)
+            self._observe(plan, result, schedule_s=schedule_s, output_s=self._clock() - now_s)
         self._log.tick(now_s)
         return outputs
 

@@ -198,9 +198,15 @@ class OutputProcessor:
 
 
 def _store_prompt_logprobs(text: RequestText, result: RequestOutput, *, start: int) -> None:
-    """Place a chunk's prompt log-probabilities; a prompt that is read again after preemption overwrites its own."""
-    if result.prompt_logprobs is not None and text.num_output_tokens == 0:
-        text.prompt_logprobs[start : start + len(result.prompt_logprobs)] = result.prompt_logprobs
+    """Append a chunk's prompt log-probabilities; a prompt that is read again after preemption starts over.
+
+    Such a request takes nothing from the prefix cache, so each reading of its prompt starts at row 0.
+    """
+    if result.prompt_logprobs is None or text.num_output_tokens:
+        return
+    if start == 0:
+        text.prompt_logprobs.clear()
+    text.prompt_logprobs.extend(result.prompt_logprobs)
 
 
 def _trace(text: RequestText, commit: CommitResult, *, num_accepted: int, result: RequestOutput) -> DraftTrace | None:

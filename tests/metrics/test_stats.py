@@ -11,8 +11,14 @@ from specdec.metrics.stats import EngineStats, FinishedTimes, Histogram, Interva
 
 def finished(reason: str, **times: float | int | None) -> FinishedTimes:
     defaults: dict[str, float | int | None] = {
-        "num_prompt_tokens": 5, "num_output_tokens": 9, "arrival_s": 0.0, "scheduled_s": 1.0, "first_token_s": 2.0, "last_token_s": 4.0, "finished_s": 4.5,
-    }  # fmt: skip
+        "num_prompt_tokens": 5,
+        "num_output_tokens": 9,
+        "arrival_s": 0.0,
+        "scheduled_s": 1.0,
+        "first_token_s": 2.0,
+        "last_token_s": 4.0,
+        "finished_s": 4.5,
+    }
     return FinishedTimes(reason=reason, **(defaults | times))  # type: ignore[arg-type]
 
 
@@ -98,7 +104,8 @@ def test_one_line_per_busy_interval(caplog: pytest.LogCaptureFixture) -> None:
     stats.gauges = StepGauges(num_running=2, num_waiting=1, kv_cache_usage=0.25)
     assert log.tick(109.9) is None
     assert log.tick(110.0) == (
-        "running 2, waiting 1, KV cache 25.0% used, prompt 5.0 tok/s, generation 20.0 tok/s, acceptance length 4.00, accepted 3 of 4 drafts (75.0%)"
+        "running 2, waiting 1, KV cache 25.0% used, prompt 5.0 tok/s, generation 20.0 tok/s, "
+        "acceptance length 4.00, accepted 3 of 4 drafts (75.0%)"
     )
     assert log.tick(120.0) is None  # nothing happened
     stats.num_generation_tokens += 10
