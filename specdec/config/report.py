@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, Literal, cast
 
+from pydantic.fields import FieldInfo
+
 from specdec.config.engine import CacheConfig, EngineConfig, ModelConfig, ReportRow, SchedulerConfig
 from specdec.config.fields import SpeculativeBase, idle_fields
 
@@ -44,13 +46,16 @@ def speculative_rows(config: SpeculativeBase | None, sources: Mapping[str, str] 
 
 
 def default_rows(models: Mapping[str, type[SpeculativeBase]]) -> list[ReportRow]:
-    """Return the default of every option there is, all draft methods included; required keys read `(required)`."""
-    rows = asked_rows(EngineConfig())
+    """Return the default of every option there is; required keys read `(required)`.
+
+    Keys common to all methods come once, as `speculative.key`; what a method adds or changes as `speculative[method].key`.
+    """
+    common = {name: _default(field) for name, field in SpeculativeBase.model_fields.items() if name != "method"}
+    defaults = {f"speculative.{name}": value for name, value in common.items()}
     for method, model in models.items():
-        for name, field in model.model_fields.items():
-            value = "(required)" if field.is_required() else field.default
-            rows.append(ReportRow(name=f"speculative[{method}].{name}", value=value, source="default"))
-    return rows
+        own = {name: _default(field) for name, field in model.model_fields.items() if name != "method"}
+        defaults |= {f"speculative[{method}].{name}": value for name, value in own.items() if name not in common or common[name] != value}
+    return asked_rows(EngineConfig()) + [ReportRow(name=name, value=value, source="default") for name, value in defaults.items()]
 
 
 def render(rows: Iterable[ReportRow]) -> str:
@@ -69,6 +74,10 @@ def replace_rows(rows: Iterable[ReportRow], decided: Mapping[str, tuple[object, 
             continue
         value, source = decided[row.name]
         yield ReportRow(name=row.name, value=value, source=row.source if row.value == value else source)
+
+
+def _default(field: FieldInfo) -> object:
+    return "(required)" if field.is_required() else field.default
 
 
 def _row(name: str, value: object, default: object, sources: Mapping[str, str] | None) -> ReportRow:

@@ -37,16 +37,18 @@ __all__ = ["BUILT_RULES", "LOSSY_RULES", "SpeculativeBase", "SpeculativeConfig",
 BUILT_RULES = frozenset({"standard"})
 BUILT_DRAFT_SAMPLING = frozenset({"greedy"})
 BUILT_POLICIES = frozenset({"fixed"})
-UNBUILT_OPTIONS: dict[str, tuple[Any, ...]] = {  # key -> values that ask for nothing; whoever builds an option removes its row
-    "parallel_drafting": (None, False),
-    "use_heterogeneous_vocab": (None, False),
-    "enable_adaptive_verification": (None, False),
-    "index_share_for_mtp_iteration": (None,),
-    "dspark_draft_topk": (None,),
-    "xpress_topc": (None,),
-    "max_model_len": (None,),
-    "suffix_corpus": (None,),
-}
+UNBUILT_OPTIONS = frozenset(  # refused unless they have their default; whoever builds an option removes its name
+    {
+        "parallel_drafting",
+        "use_heterogeneous_vocab",
+        "enable_adaptive_verification",
+        "index_share_for_mtp_iteration",
+        "dspark_draft_topk",
+        "xpress_topc",
+        "max_model_len",
+        "suffix_corpus",
+    }
+)
 
 SourceConfig: TypeAlias = Annotated[
     NgramConfig
@@ -223,8 +225,8 @@ def check_built(config: SpeculativeConfig) -> None:
     _check_choice("draft_sample_method", config.draft_sample_method, BUILT_DRAFT_SAMPLING)
     _check_choice("policy", config.policy, BUILT_POLICIES)
     for part in (config, *parts):
-        for key, neutral in UNBUILT_OPTIONS.items():
-            if key in part.model_fields_set and getattr(part, key) not in neutral:
+        for key in sorted(UNBUILT_OPTIONS & set(type(part).model_fields)):
+            if getattr(part, key) != type(part).model_fields[key].default:
                 refuse(key, f"is {getattr(part, key)!r}, a known option that is not built yet", f"drop {key}")
 
 

@@ -260,7 +260,8 @@ def _build(source: Path, target: Path) -> None:
         files = {file.name: file.stat().st_size for file in sorted(work.iterdir())}
         manifest = {"source": source.name, "conversion": CONVERSION, "files": files}
         (work / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-        shutil.rmtree(target, ignore_errors=True)  # an incomplete copy
+        if not _is_complete(target):
+            shutil.rmtree(target, ignore_errors=True)  # a damaged copy is in the way of the rename
         try:
             work.rename(target)
         except OSError:
