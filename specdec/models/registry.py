@@ -52,7 +52,7 @@ def load_model(model_path: str, hf_config: Any, *, dtype: torch.dtype, device: t
     if not is_lean(hf_config):
         from specdec.models.hf import HfModel
 
-        return HfModel(model_path, hf_config, dtype=dtype, device=device)
+        return HfModel(model_path, hf_config, dtype=dtype, device=device, max_model_len=max_model_len)
     with Checkpoint(model_path) as checkpoint:
         model = LlamaModel(hf_config, checkpoint, dtype=dtype, device=device, max_model_len=max_model_len)
         checkpoint.finish()
