@@ -23,6 +23,11 @@ from specdec.models.loader import Checkpoint
 from specdec.models.rope import STATIC_ROPE_TYPES, RotaryTable, rope_parameters
 
 ARCHITECTURES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM"})
+_BIASED_QKV = ("qwen2",)  # families whose code, not config, says so
+_NORMED_QK = ("qwen3",)
+_READS_ATTENTION_BIAS = ("llama", "qwen3", "smollm3")
+_READS_MLP_BIAS = ("llama", "smollm3")
+_ALWAYS_FULL = ("llama",)  # its code ignores a stray sliding_window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,26 +205,34 @@ class _LayerReader:
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return self.checkpoint.take(name, shape).to(self.device, self.dtype).contiguous()
 
-    def linear(self, names: list[str], out_sizes: list[int], in_size: int) -> Linear:
+    def linear(self, names: list[str], out_sizes: list[int], in_size: int, *, needs_bias: bool = False) -> Linear:
+        """Fuse the projections. needs_bias: the config asks for biases, so their absence is a fault of the checkpoint."""
         weight = torch.cat([self.tensor(f"{name}.weight", (size, in_size)) for name, size in zip(names, out_sizes, strict=True)])
         has_bias = [f"{name}.bias" in self.checkpoint for name in names]
-        if not any(has_bias):
+        if not (needs_bias or any(has_bias)):
             return Linear(weight)
         return Linear(weight, torch.cat([self.tensor(f"{name}.bias", (size,)) for name, size in zip(names, out_sizes, strict=True)]))
 
     def layer(self, index: int) -> DecoderLayer:
         shape, base = self.shape, f"{self.prefix}{index}."
-        gate_up = self.linear([f"{base}mlp.gate_proj", f"{base}mlp.up_proj"], [shape.intermediate_size] * 2, shape.hidden_size)
-        down = self.linear([f"{base}mlp.down_proj"], [shape.hidden_size], shape.intermediate_size)
+        biased = self.config.model_type in _READS_MLP_BIAS and bool(self.config.mlp_bias)
+        gate_up = self.linear(
+            [f"{base}mlp.gate_proj", f"{base}mlp.up_proj"], [shape.intermediate_size] * 2, shape.hidden_size, needs_bias=biased
+        )
+        down = self.linear([f"{base}mlp.down_proj"], [shape.hidden_size], shape.intermediate_size, needs_bias=biased)
         norms = tuple(self.tensor(f"{base}{name}.weight", (shape.hidden_size,)) for name in ("input_layernorm", "post_attention_layernorm"))
         return DecoderLayer(shape, attention=self.attention(index), gate_up=gate_up, down=down, norms=(norms[0], norms[1]))
 
     def attention(self, index: int) -> Attention:
         shape, base = self.shape, f"{self.prefix}{index}.self_attn."
-        qkv = self.linear([f"{base}{x}_proj" for x in "qkv"], [shape.q_size, shape.kv_size, shape.kv_size], shape.hidden_size)
-        out = self.linear([f"{base}o_proj"], [shape.hidden_size], shape.q_size)
+        biased = self.config.model_type in _READS_ATTENTION_BIAS and bool(self.config.attention_bias)
+        sizes = [shape.q_size, shape.kv_size, shape.kv_size]
+        qkv = self.linear(
+            [f"{base}{x}_proj" for x in "qkv"], sizes, shape.hidden_size, needs_bias=biased or self.config.model_type in _BIASED_QKV
+        )
+        out = self.linear([f"{base}o_proj"], [shape.hidden_size], shape.q_size, needs_bias=biased)
         norms = None
-        if f"{base}q_norm.weight" in self.checkpoint:
+        if f"{base}q_norm.weight" in self.checkpoint or self.config.model_type in _NORMED_QK:
             norms = (self.tensor(f"{base}q_norm.weight", (shape.head_dim,)), self.tensor(f"{base}k_norm.weight", (shape.head_dim,)))
         return Attention(shape, qkv=qkv, out=out, norms=norms, window=layer_window(self.config, index), has_rope=layer_has_rope(self.config, index))
 
@@ -227,7 +240,7 @@ class _LayerReader:
 def layer_window(hf_config: Any, index: int) -> int | None:
     """Sliding window of a layer, or None for full attention."""
     window = getattr(hf_config, "sliding_window", None)
-    if not window or not getattr(hf_config, "use_sliding_window", True):
+    if hf_config.model_type in _ALWAYS_FULL or not window or not getattr(hf_config, "use_sliding_window", True):
         return None
     kinds = getattr(hf_config, "layer_types", None)
     if kinds is not None:
