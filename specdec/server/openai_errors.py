@@ -51,8 +51,9 @@ class ErrorReply:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def body(self) -> dict[str, Any]:
-        """Return the OpenAI error object."""
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        """Return the OpenAI error object. Names a client sent may hold lone surrogates, which no encoding of the answer could carry."""
+        message, param = (text and text.encode(errors="replace").decode() for text in (self.message, self.param))
+        return {"error": {"message": message, "type": self.type, "param": param, "code": self.code}}
 
     def response(self) -> JSONResponse:
         """Return the error as a whole HTTP response."""

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from specdec.errors import RequestRejected
 from specdec.server.fields import NO_OPS, NOT_SERVED, Body, NotServed
 from specdec.server.options import SpecMetricsLevel
 
@@ -68,8 +69,11 @@ class ResponseFormat(Body):
     @model_validator(mode="after")
     def need_the_schema(self) -> ResponseFormat:
         """Type and content must agree."""
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError(f"response_format.type is {self.type!r}, but json_schema goes with type 'json_schema' and with no other")
+        if self.type == "json_schema" and self.json_schema is None:
+            raise RequestRejected("response_format.type is 'json_schema', but json_schema is missing", param="response_format.json_schema")
+        if self.type != "json_schema" and self.json_schema is not None:
+            rule = f"response_format.json_schema is given, but it goes with type 'json_schema', and type is {self.type!r}"
+            raise RequestRejected(rule, param="response_format.json_schema")
         return self
 
 
@@ -107,7 +111,7 @@ class GenerationBody(Body):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     priority: int | None = None
-    request_id: str | None = Field(default=None, min_length=1, max_length=128)
+    request_id: str | None = Field(default=None, pattern=r"^[!-~]{1,128}$")  # becomes part of the answer's id
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
@@ -127,7 +131,7 @@ class GenerationBody(Body):
     def need_a_stream_for_its_options(self) -> GenerationBody:
         """stream_options without a stream would be dropped in silence."""
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is given, but it goes with stream: true only")
+            raise RequestRejected("stream_options is given, but it goes with stream: true only", param="stream_options")
         return self
 
 
@@ -146,16 +150,17 @@ class CompletionBody(GenerationBody):
         """One sentence instead of pydantic's report on every arm of the union."""
         if isinstance(value, str) or (isinstance(value, list) and value and _is_prompt_list(value)):
             return value
-        raise ValueError("prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids, and not empty")
+        rule = "a string, a list of strings, a list of token ids, or a list of lists of token ids, and not empty"
+        raise ValueError(f"prompt is {_shortened(value)}, but it must be {rule}")
 
     @model_validator(mode="after")
     def need_room_for_best_of(self) -> CompletionBody:
         """best_of draws candidates first and can show nothing before all are done."""
         n = self.n or 1
         if self.best_of is not None and self.best_of < n:
-            raise ValueError(f"best_of is {self.best_of}, but it must be at least n, which is {n}")
+            raise RequestRejected(f"best_of is {self.best_of}, but it must be at least n, which is {n}", param="best_of")
         if self.best_of is not None and self.best_of > n and self.stream:
-            raise ValueError(f"best_of is {self.best_of}, but with stream: true it must equal n, which is {n}")
+            raise RequestRejected(f"best_of is {self.best_of}, but with stream: true it must equal n, which is {n}", param="best_of")
         return self
 
 
@@ -183,7 +188,7 @@ class ChatMessage(Body):
     def need_content(self) -> ChatMessage:
         """Only an assistant that called tools may stay silent."""
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise ValueError(f"content of a message with role {self.role!r} is null, but it must be text")
+            raise RequestRejected(f"content of a message with role {self.role!r} is null, but it must be text", param="messages")
         return self
 
     def for_template(self) -> dict[str, Any]:
@@ -207,9 +212,12 @@ class ChatBody(GenerationBody):
     def agree_with_itself(self) -> ChatBody:
         """Two fields for one thing must not contradict one another."""
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError(f"top_logprobs is {self.top_logprobs}, but it goes with logprobs: true only")
+            raise RequestRejected(f"top_logprobs is {self.top_logprobs}, but it goes with logprobs: true only", param="top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise ValueError(f"max_tokens is {self.max_tokens} and max_completion_tokens is {self.max_completion_tokens}; send one of them")
+            raise RequestRejected(
+                f"max_tokens is {self.max_tokens} and max_completion_tokens is {self.max_completion_tokens}; send one of them",
+                param="max_tokens",
+            )
         return self
 
 
@@ -228,7 +236,7 @@ class TokenizeBody(Body):
     def need_one_text(self) -> TokenizeBody:
         """A prompt or messages."""
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("prompt and messages: send exactly one of them")
+            raise RequestRejected("prompt and messages: send exactly one of them", param="prompt")
         return self
 
 
@@ -238,6 +246,11 @@ class DetokenizeBody(Body):
     model: str | None = None
     tokens: list[int]
     skip_special_tokens: bool = False
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _is_prompt_list(value: list[Any]) -> bool:

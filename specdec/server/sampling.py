@@ -34,7 +34,7 @@ def completion_sampling(body: CompletionBody, *, num_prompt_tokens: int, max_mod
 
 def chat_sampling(body: ChatBody, *, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
     """Return the parameters of each choice of a chat answer; n is fanned out by the caller."""
-    room = room_for(num_prompt_tokens, max_model_len=max_model_len)
+    room = room_for(num_prompt_tokens, max_model_len=max_model_len, param="messages")
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     max_tokens = fit(asked, name, room=room, num_prompt_tokens=num_prompt_tokens)
@@ -42,7 +42,7 @@ def chat_sampling(body: ChatBody, *, num_prompt_tokens: int, max_model_len: int)
     return _sampling(body, max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
 
 
-def room_for(num_prompt_tokens: int, *, max_model_len: int) -> int:
+def room_for(num_prompt_tokens: int, *, max_model_len: int, param: str = "prompt") -> int:
     """Return how many tokens fit after the prompt.
 
     Raises:
@@ -53,7 +53,7 @@ def room_for(num_prompt_tokens: int, *, max_model_len: int) -> int:
         raise ContextLengthExceeded(
             f"this model's maximum context length is {max_model_len} tokens, but the prompt alone has {num_prompt_tokens} "
             "and at least one token must be generated",
-            param="prompt",
+            param=param,
             hint="shorten the prompt",
         )
     return room

@@ -31,13 +31,13 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: the address cannot be used; the message says why.
     """
+    if not 0 <= port <= 65535:  # getaddrinfo would wrap it around
+        raise ConfigError(f"port is {port}, but it must be in 0..65535")
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         sock = socket.socket(family, kind, proto)
     except OSError as error:
         raise ConfigError(f"host {host!r} port {port} is not an address: {error}", hint="try --host 127.0.0.1 --port 8000") from error
-    except OverflowError as error:
-        raise ConfigError(f"port is {port}, but it must be in 0..65535") from error
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restart need not wait for TIME_WAIT
         sock.bind(address)

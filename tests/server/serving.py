@@ -82,7 +82,13 @@ def served_tokenizer() -> Tokenizer:
 
 @contextmanager
 def serving(
-    *, options: ServerOptions | None = None, delay_s: float = 0.0, is_open: bool = True, drain_s: float = 1.0, eos_rate: float = 0.02, **toy: Any
+    *,
+    options: ServerOptions | None = None,
+    delay_s: float = 0.0,
+    is_open: bool = True,
+    drain_s: float = 1.0,
+    eos_rate: float = 0.02,
+    **toy: Any,
 ) -> Iterator[Served]:
     """Run a server until the block ends. Further arguments go to toy_resolved; is_open False holds the first step back."""
     toy = {"num_drafts": 3, "max_model_len": 256, "num_blocks": 2048, "max_num_seqs": 16, "max_num_batched_tokens": 256} | toy
