@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.config.engine import ModelConfig
+from specdec.config.inference import checkpoint_kind
 from specdec.errors import ConfigError
 from specdec.models.source import TargetFiles, locate_target, locate_tokenizer, read_json
 
@@ -35,12 +36,39 @@ def read_target(model: ModelConfig) -> Target:
         ConfigError: files are missing or broken, or it is no language model.
     """
     files = locate_target(model.model, revision=model.revision)
+    raw = read_json(Path(files.model_path) / "config.json")
+    _refuse_draft_as_target(model.model, raw)
     tokenizer_path = locate_tokenizer(model.tokenizer or files.tokenizer_path)
     hf_config = _auto_config(files.model_path, trust_remote_code=model.trust_remote_code)
     keys = hf_config.get_text_config().to_dict()
     if not keys.get("vocab_size"):
         raise ConfigError(f"model type {keys.get('model_type')!r} has no vocab_size", hint="serve a causal language model")
-    return Target(files, tokenizer_path, hf_config, keys, read_json(Path(files.model_path) / "config.json"))
+    _check_tokenizer_size(tokenizer_path, int(keys["vocab_size"]))
+    return Target(files, tokenizer_path, hf_config, keys, raw)
+
+
+def _refuse_draft_as_target(model: str, raw: Mapping[str, Any]) -> None:
+    """A draft head is not served by itself: say how it is used, with its own target where it names one."""
+    method = checkpoint_kind(raw).method
+    if method is None or method == "mtp":
+        return
+    target = ((raw.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path") or "TARGET"
+    spec = f'{{"method": "{method}", "model": "{model}"}}'
+    raise ConfigError(
+        f"model {model!r} is a draft for method `{method}`, not a model to serve",
+        hint=f"specdec serve {target} --speculative-config '{spec}'",
+    )
+
+
+def _check_tokenizer_size(tokenizer: str, vocab_size: int) -> None:
+    """Refuse a tokenizer whose own vocabulary is larger than the model's. A few added tokens past the end are common and unused."""
+    path = Path(tokenizer) / "tokenizer.json"
+    if not path.is_file():
+        return
+    size = max(_base_vocabulary(read_json(path)).values(), default=-1) + 1
+    if size > vocab_size:
+        hint = "pass --tokenizer with the model's own tokenizer"
+        raise ConfigError(f"tokenizer {tokenizer} has {size} tokens, but the model's vocabulary is {vocab_size}", hint=hint)
 
 
 def _auto_config(path: str, *, trust_remote_code: bool = False) -> Any:
@@ -101,11 +129,8 @@ def token_ids(tokenizer: Path) -> dict[str, int]:
     path = tokenizer / "tokenizer.json"
     if path.is_file():
         content = read_json(path)
-        vocabulary = (content.get("model") or {}).get("vocab")
-        if isinstance(vocabulary, list):  # unigram models list (token, score) pairs
-            vocabulary = {entry[0]: index for index, entry in enumerate(vocabulary)}
         added = {entry["content"]: entry["id"] for entry in content.get("added_tokens") or ()}
-        return {**(vocabulary or {}), **added}
+        return {**_base_vocabulary(content), **added}
     import transformers
 
     try:
@@ -115,3 +140,9 @@ def token_ids(tokenizer: Path) -> dict[str, int]:
         raise ConfigError(
             f"tokenizer {tokenizer} cannot be read: {first}", hint="pass --tokenizer with the model's own tokenizer"
         ) from None
+
+
+def _base_vocabulary(content: Mapping[str, Any]) -> dict[str, int]:
+    """Return token -> id of the `model` part of a tokenizer.json; unigram models list (token, score) pairs."""
+    vocabulary = (content.get("model") or {}).get("vocab") or {}
+    return {entry[0]: index for index, entry in enumerate(vocabulary)} if isinstance(vocabulary, list) else vocabulary

@@ -10,11 +10,14 @@ from typing import Any, Literal
 
 from specdec.config.fields import refuse
 from specdec.config.inference import SPECULATORS_METHODS, mtp_depth
+from specdec.config.method_configs import DflashConfig, DraftModelConfig, DsparkConfig, Eagle3Config, MtpConfig
+from specdec.config.speculative import SpeculativeConfig
 from specdec.errors import ConfigError
 from specdec.logging import get_logger
 
 logger = get_logger(__name__)
 
+MASK_TOKEN_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 NO_HEAD_STATES = frozenset({"draft_model"})  # methods that read nothing of the target's hidden width
 
 
@@ -108,6 +111,70 @@ def check_sizes(method: str, draft: Mapping[str, Any], target: Mapping[str, Any]
     reduced = draft.get("draft_vocab_size")
     if reduced is not None and reduced > target["vocab_size"]:
         raise ConfigError(f"draft_vocab_size {reduced} of the draft exceeds the target vocabulary {target['vocab_size']}", hint=hint)
+
+
+def check_options(config: SpeculativeConfig, keys: Mapping[str, Any]) -> None:
+    """Check the keys that only some checkpoints of a method can honour.
+
+    Raises:
+        ConfigError: names the key, or the checkpoint's contradiction.
+    """
+    match config:
+        case MtpConfig():
+            _check_mtp(keys)
+        case DflashConfig():
+            _check_dflash(config.xpress_topc, keys)
+        case DsparkConfig():
+            _check_dspark(config.dspark_draft_topk, keys)
+        case DraftModelConfig() | Eagle3Config() if config.parallel_drafting and not has_mask_token(keys):
+            hint = f"the checkpoint needs one of {', '.join(MASK_TOKEN_KEYS)}, dflash_config.mask_token_id"
+            refuse("parallel_drafting", "is true, but the draft checkpoint names no mask token to draft with", hint)
+
+
+def has_mask_token(keys: Mapping[str, Any]) -> bool:
+    """True when a checkpoint names the token that stands for a position to be drafted."""
+    return any(keys.get(key) is not None for key in MASK_TOKEN_KEYS) or (keys.get("dflash_config") or {}).get("mask_token_id") is not None
+
+
+def _check_mtp(keys: Mapping[str, Any]) -> None:
+    if keys.get("model_type") == "deepseek_v41":
+        refuse("method", "is `mtp`, but DeepSeek V4.1 checkpoints carry DSpark stages instead", 'set "method": "dspark"')
+    kinds, depth = keys.get("mtp_layer_types"), mtp_depth(keys)
+    if kinds is not None and len(kinds) != depth:
+        raise ConfigError(
+            f"draft config.json: mtp_layer_types has {len(kinds)} entries for {depth} MTP layers", hint="export the checkpoint again"
+        )
+
+
+def _check_dflash(topc: int | None, keys: Mapping[str, Any]) -> None:
+    if keys.get("sample_from_anchor") or (keys.get("dflash_config") or {}).get("sample_from_anchor"):
+        hint = "a block that is sampled from its anchor is a DSpark head"
+        raise ConfigError("draft config.json: sample_from_anchor is true, but DFlash starts its block with the anchor", hint=hint)
+    if topc is None:
+        return
+    architecture, limit = _architecture(keys), _draft_vocabulary(keys)
+    if "XPress" not in architecture:
+        refuse("xpress_topc", f"is {topc}, but only XPress drafts use it, and this is {architecture}", "drop it")
+    if topc > limit:
+        refuse("xpress_topc", f"is {topc}, but it must be between 0 and the draft vocabulary {limit}")
+
+
+def _check_dspark(topk: int | None, keys: Mapping[str, Any]) -> None:
+    if topk is None:
+        return
+    architecture, limit = _architecture(keys), _draft_vocabulary(keys)
+    if architecture not in ("Qwen3DSparkModel", "Qwen3OmniDSparkModel", "DSparkDraftModel"):
+        refuse("dspark_draft_topk", f"is {topk}, but {architecture} scores its whole vocabulary", "drop it")
+    if topk > limit:
+        refuse("dspark_draft_topk", f"is {topk}, but it must be between 1 and the draft vocabulary {limit}")
+
+
+def _architecture(keys: Mapping[str, Any]) -> str:
+    return str((keys.get("architectures") or ["unknown"])[0])
+
+
+def _draft_vocabulary(keys: Mapping[str, Any]) -> int:
+    return int(keys.get("draft_vocab_size") or keys.get("vocab_size") or 0)
 
 
 def check_vocabularies(draft_tokens: Mapping[str, int], target_tokens: Mapping[str, int], *, draft_size: int, target_size: int) -> None:

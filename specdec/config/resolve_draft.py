@@ -79,6 +79,7 @@ def _resolve_one(config: SpeculativeConfig, target: Target, max_model_len: int) 
     drafts, source = compatibility.settle_num_speculative_tokens(config.method, config.num_speculative_tokens, keys)
     config = with_num_speculative_tokens(config, drafts)
     compatibility.check_sizes(config.method, keys, target.keys)
+    compatibility.check_options(config, keys)
     if config.method == "draft_model" and not getattr(config, "use_heterogeneous_vocab", False):
         compatibility.check_vocabularies(
             token_ids(Path(path)),

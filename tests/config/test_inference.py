@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from specdec.config.compatibility import check_sizes, check_vocabularies, flatten, settle_num_speculative_tokens
+from specdec.config.compatibility import check_options, check_sizes, check_vocabularies, flatten, settle_num_speculative_tokens
 from specdec.config.inference import CheckpointKind, checkpoint_kind, is_import_path, method_from_name, mtp_depth, settle_method
+from specdec.config.speculative import build
 from specdec.errors import ConfigError
 
 LM = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
@@ -187,3 +188,40 @@ def test_speculators_configs_are_flattened_or_refused() -> None:
         settle_num_speculative_tokens("eagle3", 2, {"speculators_model_type": "eagle3"})
     with pytest.raises(ConfigError, match="no speculative_tokens"):
         settle_num_speculative_tokens("eagle3", 2, {"speculators_config": {"proposal_methods": [{}]}})
+
+
+XPRESS = {"architectures": ["Qwen3XPressModel"], "vocab_size": 100}
+QWEN_DSPARK = {"architectures": ["Qwen3DSparkModel"], "vocab_size": 100, "draft_vocab_size": 50}
+
+
+@pytest.mark.parametrize(
+    ("spec", "keys", "fragment"),
+    [
+        ({"method": "dflash", "xpress_topc": 8}, {"architectures": ["DFlashDraftModel"]}, "only XPress"),
+        ({"method": "dflash", "xpress_topc": 101}, XPRESS, "between 0 and the draft vocabulary 100"),
+        ({"method": "dspark", "dspark_draft_topk": 8}, {"architectures": ["Gemma4DSparkModel"]}, "Gemma4DSparkModel"),
+        ({"method": "dspark", "dspark_draft_topk": 51}, QWEN_DSPARK, "between 1 and the draft vocabulary 50"),
+        ({"method": "dflash"}, {"dflash_config": {"sample_from_anchor": True}}, "sample_from_anchor"),
+        ({"method": "mtp"}, {"model_type": "deepseek_v41"}, "DSpark stages"),
+        ({"method": "mtp"}, {"mtp_layer_types": ["full"], "num_nextn_predict_layers": 2}, "1 entries for 2 MTP layers"),
+        ({"method": "eagle3", "parallel_drafting": True}, {}, "no mask token"),
+        ({"method": "draft_model", "parallel_drafting": True}, {"pard_token": None}, "no mask token"),
+    ],
+)
+def test_keys_that_the_checkpoint_cannot_honour_are_refused(spec: dict[str, Any], keys: dict[str, Any], fragment: str) -> None:
+    with pytest.raises(ConfigError, match=fragment):
+        check_options(build({"model": "org/head", "num_speculative_tokens": 2, **spec}), keys)
+
+
+@pytest.mark.parametrize(
+    ("spec", "keys"),
+    [
+        ({"method": "dflash", "xpress_topc": 100}, XPRESS),
+        ({"method": "dspark", "dspark_draft_topk": 50}, QWEN_DSPARK),
+        ({"method": "mtp"}, {"mtp_layer_types": ["full"], "num_nextn_predict_layers": 1}),
+        ({"method": "eagle3", "parallel_drafting": True}, {"pard_token": 5}),
+        ({"method": "draft_model", "parallel_drafting": True}, {"dflash_config": {"mask_token_id": 0}}),
+    ],
+)
+def test_keys_that_the_checkpoint_can_honour_pass(spec: dict[str, Any], keys: dict[str, Any]) -> None:
+    check_options(build({"model": "org/head", "num_speculative_tokens": 2, **spec}), keys)

@@ -338,3 +338,16 @@ def test_a_tokenizer_in_its_own_directory_is_taken(tmp_path: Path, target: str) 
     own.mkdir()
     write_tokenizer(own)
     assert resolve(engine(target, tokenizer=str(own))).tokenizer_path == str(own)
+
+
+def test_a_draft_is_not_served_as_a_target(tmp_path: Path) -> None:
+    keys = {"speculators_model_type": "eagle3", "speculators_config": {"verifier": {"name_or_path": "org/base"}}}
+    head = write_model(tmp_path / "head", keys)
+    error = error_of(engine(head))
+    assert "is a draft for method `eagle3`" in error.message
+    assert "specdec serve org/base --speculative-config" in str(error.hint)
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path, target: str) -> None:
+    foreign = write_model(tmp_path / "foreign", tokens=(*TOKENS, "g", "h"))
+    assert "10 tokens, but the model's vocabulary is 8" in error_of(engine(target, tokenizer=foreign)).message

@@ -109,7 +109,7 @@ def test_names_that_are_neither_path_nor_hub_id_are_refused(name: str) -> None:
 def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "weights.bin"
     path.write_bytes(b"x")
-    with pytest.raises(ConfigError, match="only .gguf files are read as one"):
+    with pytest.raises(ConfigError, match=r"only \.gguf files are read as one"):
         locate_target(str(path))
     with pytest.raises(ConfigError, match="no such file"):
         locate_target(str(tmp_path / "none.gguf"))
