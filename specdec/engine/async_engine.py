@@ -178,7 +178,7 @@ class AsyncEngine:
                     self._deliver(self.core.step())
                     self._busy_since_s = time.monotonic()
             self._abort_all()
-        except Exception as error:
+        except BaseException as error:  # whatever ends this thread, no reader may wait for it
             logger.critical("the engine died in a step; requests: %s", self.core.describe_requests(), exc_info=True)
             message = f"the engine died: {type(error).__name__}: {error}"
             self._die(EngineDeadError(message, hint="the server log has the traceback; restart the server"))

@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from specdec.config.engine import ResolvedConfig
@@ -74,7 +74,7 @@ class EngineCore:
         # async_scheduling: the worker runs on its own thread, and a step is planned while the one before it still runs
         self._executor = ThreadPoolExecutor(1, "specdec-worker") if resolved.engine.scheduler.async_scheduling else None
         self._in_flight: _InFlight | None = None
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
 
     @classmethod
     def from_config(cls, resolved: ResolvedConfig) -> EngineCore:
@@ -102,11 +102,15 @@ class EngineCore:
         Raises:
             RequestRejected: it cannot be served as asked, or its id is in use.
             QueueFull: the waiting queue is at its limit.
+            EngineDeadError: a step failed.
         """
+        self._require_alive()
         self.check(request)
         if request.request_id in self._processor:
             raise RequestRejected(f"request_id {request.request_id!r} is in use", param="request_id", hint="send another id, or none")
         request = with_token_ids(request, self.tokenizer)
+        if not request.arrival_s:
+            request = replace(request, arrival_s=self._clock())
         self._scheduler.add(
             Request(
                 request_id=request.request_id,
@@ -134,11 +138,10 @@ class EngineCore:
         Raises:
             EngineDeadError: an earlier step failed. Whatever a step itself raises is the engine's end.
         """
-        if self._failure is not None:
-            raise EngineDeadError(f"an earlier step failed: {self._failure}") from self._failure
+        self._require_alive()
         try:
             return self._step() if self._executor is None else self._step_overlapped(self._executor)
-        except Exception as error:
+        except BaseException as error:  # Ctrl-C too: the worker may have run half a step
             self._failure = error
             raise
 
@@ -174,6 +177,13 @@ class EngineCore:
         if self._failure is None:
             self._failure = EngineDeadError("the engine was closed")
             self._runner.close()
+
+    def _require_alive(self) -> None:
+        if isinstance(self._failure, EngineDeadError):
+            raise EngineDeadError(self._failure.message)
+        if self._failure is not None:
+            cause = f"{type(self._failure).__name__}: {self._failure}".rstrip(": ")
+            raise EngineDeadError(f"an earlier step failed ({cause})", hint="load the model again") from self._failure
 
     def _step(self) -> list[EngineOutput]:
         plan, schedule_s = self._schedule()

@@ -16,7 +16,10 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """A tokenized request. arrival_s is time.monotonic(). Lower priority values run first (policy "priority")."""
+    """A tokenized request. arrival_s is time.monotonic(); 0 means when the engine takes it.
+
+    Lower priority values run first (policy "priority").
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import random
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -321,3 +322,37 @@ def test_a_reader_whose_loop_is_gone_does_not_keep_its_request(toy: Tokenizer) -
     assert engine.num_unfinished == 0
     assert engine.is_alive
     engine.close()
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_random_aborts_under_preemption_leave_the_others_exact(toy: Tokenizer, async_scheduling: bool) -> None:
+    async def test() -> None:
+        dice = random.Random(7)
+        options = {"num_drafts": 4, "num_blocks": 16, "max_num_seqs": 6, "async_scheduling": async_scheduling}
+        async with serving(toy, drafter=coin(0.7), **options) as (engine, runner):
+            survivors = 0
+
+            async def client(index: int) -> None:
+                nonlocal survivors
+                entry = request(str(index), range(index % 7, index % 7 + 5), max_tokens=20 + index % 20, ignore_eos=True)
+                num_read = dice.choice([0, 1, 3, 1000])
+                await asyncio.sleep(dice.random() * 0.01)
+                outputs = []
+                stream = engine.generate(entry)
+                while len(outputs) < num_read and (output := await anext(stream, None)) is not None:
+                    outputs.append(output)
+                if num_read < 1000:
+                    await stream.aclose()
+                    return
+                token_ids, finish_reason, _ = runner.solo(entry.prompt_token_ids, entry.sampling)
+                assert [token_id for output in outputs for token_id in output.token_ids] == token_ids
+                assert outputs[-1].finish_reason == finish_reason
+                survivors += 1
+
+            await asyncio.gather(*(client(index) for index in range(80)))
+            assert survivors > 10
+            await until(lambda: engine.num_unfinished == 0 and not runner.rows)
+            assert engine.stats.gauges.kv_cache_usage == 0.0
+            assert engine.stats.gauges.num_preemptions > 0
+
+    on_loop(test)
