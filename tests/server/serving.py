@@ -21,7 +21,7 @@ from specdec.server.app import create_app
 from specdec.server.options import ServerOptions
 from specdec.server.serve import DrainingServer, bind, make_server
 from tests.engine.tokenizers_for_tests import TOY_EOS, toy_tokenizer
-from tests.toy import ToyRunner, coin, hash_target, toy_resolved
+from tests.toy import Target, ToyRunner, coin, hash_target, toy_resolved
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 
@@ -87,13 +87,13 @@ def serving(
     delay_s: float = 0.0,
     is_open: bool = True,
     drain_s: float = 1.0,
-    eos_rate: float = 0.02,
+    target: Target | None = None,
     **toy: Any,
 ) -> Iterator[Served]:
     """Run a server until the block ends. Further arguments go to toy_resolved; is_open False holds the first step back."""
     toy = {"num_drafts": 3, "max_model_len": 256, "num_blocks": 2048, "max_num_seqs": 16, "max_num_batched_tokens": 256} | toy
     resolved = toy_resolved(eos_token_ids=(TOY_EOS,), **toy)
-    target = hash_target(eos_token_id=TOY_EOS, eos_rate=eos_rate)
+    target = target or hash_target(eos_token_id=TOY_EOS, eos_rate=0.02)
     runner = PacedRunner.for_config(resolved, drafter=coin(0.6), target=target)
     assert isinstance(runner, PacedRunner)
     runner.delay_s = delay_s
