@@ -96,6 +96,7 @@ class RequestOutput:
     """The worker's result for one request of the step, on the host.
 
     token_ids: emitted tokens (accepted drafts, then one sampled token); empty for a prefill chunk that samples nothing.
+    num_target_tokens: tokens at their end that the drafting pass drew from the target's law; each was computed by that pass.
     num_drafts: drafts tested. num_invalid: drafts the grammar refused before the test (not counted as proposed).
     num_next: drafts waiting for the next step. source: who drafted the tested ones ("" when none).
     error: the request cannot continue (for example no finite logit); it is finished as "error".
@@ -105,6 +106,7 @@ class RequestOutput:
     num_drafts: int = 0
     num_invalid: int = 0
     num_next: int = 0
+    num_target_tokens: int = 0
     source: str = ""
     draft_token_ids: tuple[int, ...] = ()  # the tested drafts, only where the request asked to see them
     logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -114,7 +116,7 @@ class RequestOutput:
     @property
     def num_accepted(self) -> int:
         """Drafts that were kept before any trimming at a stop."""
-        return max(len(self.token_ids) - 1, 0)
+        return max(len(self.token_ids) - 1 - self.num_target_tokens, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -170,9 +170,10 @@ class Request:
         return CommitResult(start=start, num_cached_tokens=max(self.num_cached_tokens, 0), finish_reason=reason, error=error)
 
     def _append(self, result: RequestOutput, *, start: int, num_drafts: int) -> CommitResult:
-        num_kept_drafts = len(result.token_ids) - 1
+        num_kept_drafts = len(result.token_ids) - 1 - result.num_target_tokens
         assert num_kept_drafts <= num_drafts, f"{self.request_id}: {num_kept_drafts} drafts kept of {num_drafts} scheduled"
         self.num_computed_tokens -= num_drafts - num_kept_drafts
+        self.num_computed_tokens += result.num_target_tokens  # each was drawn by a pass that computed the token before it
         kept, finish_reason, stop_reason = self._cut(result.token_ids)
         self.output_token_ids.extend(kept)
         self.num_computed_tokens -= len(result.token_ids) - len(kept)

@@ -160,8 +160,9 @@ class Scheduler:
         Returns:
             What was committed, by request id. A request with a finish_reason has left the scheduler.
         """
-        if planned.num_scheduled_tokens:
-            self.num_in_flight_steps -= 1
+        if not planned.num_scheduled_tokens:
+            return {}
+        self.num_in_flight_steps -= 1
         commits: dict[str, CommitResult] = {}
         for request_id, num_rows in planned.num_scheduled_tokens.items():
             request = self.requests.get(request_id)
