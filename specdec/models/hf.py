@@ -252,7 +252,7 @@ def _load(model_path: str, hf_config: Any, *, dtype: torch.dtype, device: torch.
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ConfigError(f"{model_path} cannot be loaded: {first}", hint="check that transformers can load this model") from error
     _require_all_weights(model_path, report)
-    return model.to(device).eval()
+    return model.to(device).eval().requires_grad_(False)
 
 
 def _require_all_weights(model_path: str, report: Mapping[str, Any]) -> None:

@@ -61,7 +61,7 @@ def _check_rope(text: Any, name: str, max_model_len: int) -> None:
     nested = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
     for entry in nested:
         own = entry.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
-        limit: int = own or getattr(text, "max_position_embeddings", 0)
+        limit: int = own or getattr(text, "max_position_embeddings", None) or 0
         if entry.get("rope_type") in _LENGTH_DEPENDENT_ROPE and max_model_len > limit:
             changes = f"{name} has rope_type {entry['rope_type']!r}, whose angles change past {limit} tokens"
             raise ConfigError(f"{changes}, but max_model_len is {max_model_len}", hint=f"set --max-model-len to at most {limit}")
