@@ -195,6 +195,17 @@ def check_vocabularies(draft_tokens: Mapping[str, int], target_tokens: Mapping[s
         logger.info("draft and target have the same tokens; rows %d and %d differ in padding only", draft_size, target_size)
 
 
+def check_vocabulary_sizes(*, draft_size: int, target_size: int) -> None:
+    """Compare vocabularies by size, for a draft without a tokenizer.
+
+    Raises:
+        ConfigError: names both sizes.
+    """
+    if draft_size != target_size:
+        hint = "put the draft's tokenizer.json beside its weights if only padding rows differ"
+        raise ConfigError(f"draft vocabulary {draft_size} differs from target vocabulary {target_size}", hint=hint)
+
+
 def check_draft_lengths(asked: int | None, *, draft_limit: int | None, target_limit: int) -> None:
     """Check the drafter's own length limit, in tokens, against both models.
 

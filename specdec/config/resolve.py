@@ -19,7 +19,7 @@ from specdec.config.checkpoints import Target, eos_token_ids, read_target
 from specdec.config.engine import EngineConfig, ReportRow, ResolvedConfig
 from specdec.config.methods import MethodTraits, traits_for
 from specdec.config.resolve_draft import Draft, resolve_draft
-from specdec.config.speculative import default_speculative
+from specdec.config.speculative import SpeculativeConfig, default_speculative
 from specdec.errors import ConfigError
 from specdec.logging import LEVEL_VARIABLE, get_logger, warn_once
 
@@ -44,7 +44,8 @@ def resolve(engine: EngineConfig, *, sources: Mapping[str, str] | None = None) -
     max_model_len, len_source = _resolve_max_model_len(engine.model.max_model_len, target.keys)
     draft = resolve_draft(engine.speculative, target, max_model_len) if engine.speculative is not None else None
     traits = _traits(draft, target) if draft else None
-    _check_budget(engine, traits)
+    if draft and traits:
+        _check_lengths(draft.config, traits, budget=engine.scheduler.max_num_batched_tokens, max_model_len=max_model_len)
     decided = replace(engine, speculative=draft.config if draft else None)
     name = engine.model.served_model_name or _served_name(engine.model.model)
     eos = eos_token_ids(target)
@@ -161,15 +162,17 @@ def _traits(draft: Draft, target: Target) -> MethodTraits:
     return traits_for(draft.config, keys or None, num_target_layers=target.keys.get("num_hidden_layers"))
 
 
-def _check_budget(engine: EngineConfig, traits: MethodTraits | None) -> None:
-    """Check that one step can hold what drafting needs beside the target's own token."""
-    budget = engine.scheduler.max_num_batched_tokens
-    if traits is None:
-        return
+def _check_lengths(config: SpeculativeConfig, traits: MethodTraits, *, budget: int, max_model_len: int) -> None:
+    """Check that a step and a sequence can hold what drafting needs, and say once that a lossy rule is lossy. Lengths in tokens."""
+    if traits.max_nodes >= max_model_len:
+        message = f"speculative_config.num_speculative_tokens is {traits.max_nodes}, but a sequence has at most {max_model_len} tokens"
+        raise ConfigError(message, hint="lower num_speculative_tokens")
     needed = max(traits.lookahead, traits.draft_slots) + 1
     if budget < needed:
         message = f"max_num_batched_tokens is {budget}, but method `{traits.method}` with {traits.max_nodes} drafts needs at least {needed}"
         raise ConfigError(message, hint="raise max_num_batched_tokens, or lower num_speculative_tokens")
+    if config.is_lossy:
+        warn_once(logger, "rejection_sample_method `%s` is lossy: answers differ from the target's own", config.rejection_sample_method)
 
 
 def _served_name(model: str) -> str:

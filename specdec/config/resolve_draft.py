@@ -6,24 +6,25 @@ Owns: the order of those decisions. Must not know: the checks themselves (compat
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from specdec.config import compatibility
 from specdec.config.checkpoints import Target, draft_hf_config, token_ids
 from specdec.config.inference import checkpoint_kind, mtp_depth, settle_method
+from specdec.config.method_configs import DraftModelConfig, Eagle3Config
 from specdec.config.speculative import (
     HybridConfig,
+    SourceConfig,
     SpeculativeConfig,
     check_built,
-    settle_source,
     with_method,
     with_num_speculative_tokens,
     with_sources,
 )
 from specdec.errors import ConfigError
-from specdec.models.source import locate_target, read_json
+from specdec.models.source import has_tokenizer, locate_target, read_json
 
 _OWN_CHECKPOINT = frozenset({"draft_model", "eagle", "eagle3", "dflash", "medusa", "mlp_speculator"})
 _IN_TARGET = frozenset({"mtp", "dspark"})  # without a model of their own they live in the target's checkpoint
@@ -59,19 +60,18 @@ def resolve_draft(config: SpeculativeConfig, target: Target, max_model_len: int)
 
 
 def _resolve_hybrid(config: HybridConfig, target: Target, max_model_len: int) -> Draft:
-    parts = tuple(_resolve_one(source, target, max_model_len) for source in config.inherited_sources())
-    longest = max(part.config.num_speculative_tokens or 0 for part in parts)
-    drafts = config.num_speculative_tokens or longest
-    # The hybrid's own record keeps its sources as asked, with lengths filled in: shared keys stay beside `sources`.
-    settled = [settle_source(source, part.config) for source, part in zip(config.sources, parts, strict=True)]
-    decided = with_num_speculative_tokens(with_sources(config, settled), drafts)
-    return Draft(decided, length_source="user" if config.num_speculative_tokens else "derived", parts=parts)
+    parts = [_resolve_one(source, target, max_model_len) for source in config.sources]
+    drafts = config.num_speculative_tokens or max(part.config.num_speculative_tokens or 0 for part in parts)
+    decided = with_num_speculative_tokens(with_sources(config, [cast("SourceConfig", part.config) for part in parts]), drafts)
+    assert isinstance(decided, HybridConfig), type(decided)
+    alone = tuple(replace(part, config=source) for part, source in zip(parts, decided.inherited_sources(), strict=True))
+    return Draft(decided, length_source="user" if config.num_speculative_tokens else "derived", parts=alone)
 
 
-def _resolve_one(config: SpeculativeConfig, target: Target, max_model_len: int) -> Draft:
+def _resolve_one(config: SourceConfig, target: Target, max_model_len: int) -> Draft:
     """Settle method, length and fit of one draft source."""
+    _check_exit_layer(config, target)
     if config.method not in _OWN_CHECKPOINT | _IN_TARGET and not (config.method == "early_exit" and config.model):
-        _check_exit_layer(config, target)
         return Draft(config)
     path, raw = _draft_checkpoint(config, target)
     config = _settle_draft_method(config, raw, in_target=path == target.files.model_path)
@@ -80,19 +80,23 @@ def _resolve_one(config: SpeculativeConfig, target: Target, max_model_len: int) 
     config = with_num_speculative_tokens(config, drafts)
     compatibility.check_sizes(config.method, keys, target.keys)
     compatibility.check_options(config, keys)
-    if config.method == "draft_model" and not getattr(config, "use_heterogeneous_vocab", False):
-        compatibility.check_vocabularies(
-            token_ids(Path(path)),
-            token_ids(Path(target.tokenizer_path)),
-            draft_size=int(keys.get("vocab_size") or 0),
-            target_size=int(target.keys["vocab_size"]),
-        )
+    if isinstance(config, DraftModelConfig) and not config.use_heterogeneous_vocab:
+        _check_tokens(path, keys, target)
     limit = keys.get("max_position_embeddings")
     compatibility.check_draft_lengths(getattr(config, "max_model_len", None), draft_limit=limit, target_limit=max_model_len)
     return Draft(config, path, keys, draft_hf_config(path, keys), source)
 
 
-def _draft_checkpoint(config: SpeculativeConfig, target: Target) -> tuple[str, dict[str, Any]]:
+def _check_tokens(path: str, keys: Mapping[str, Any], target: Target) -> None:
+    """Compare vocabularies by token; by size where the draft has no tokenizer beside it."""
+    sizes = {"draft_size": int(keys.get("vocab_size") or 0), "target_size": int(target.keys["vocab_size"])}
+    if has_tokenizer(Path(path)):
+        compatibility.check_vocabularies(token_ids(Path(path)), token_ids(Path(target.tokenizer_path)), **sizes)
+    else:
+        compatibility.check_vocabulary_sizes(**sizes)
+
+
+def _draft_checkpoint(config: SourceConfig, target: Target) -> tuple[str, dict[str, Any]]:
     """Return directory and config.json of the drafter: its own, or the target's for layers that live there."""
     if config.model is None:
         if config.method == "mtp" and mtp_depth(target.raw) is None:
@@ -109,18 +113,22 @@ def _draft_checkpoint(config: SpeculativeConfig, target: Target) -> tuple[str, d
     return files.model_path, read_json(Path(files.model_path) / "config.json")
 
 
-def _settle_draft_method(config: SpeculativeConfig, raw: Mapping[str, Any], *, in_target: bool) -> SpeculativeConfig:
+def _settle_draft_method(config: SourceConfig, raw: Mapping[str, Any], *, in_target: bool) -> SourceConfig:
     if in_target or config.method == "early_exit":
         return config
     method = settle_method(config.method, is_inferred=config.is_method_inferred, kind=checkpoint_kind(raw))
     if method != config.method:
         config = with_method(config, method)
-    if raw.get("speculators_model_type") == "peagle" and getattr(config, "parallel_drafting", True) is False:
-        config = config.model_copy(update={"parallel_drafting": True})  # such a head was trained for one pass only
-    return config
+    if raw.get("speculators_model_type") != "peagle" or not isinstance(config, Eagle3Config) or config.parallel_drafting:
+        return config
+    if "parallel_drafting" in config.model_fields_set:
+        raise ConfigError(
+            "speculative_config.parallel_drafting is false, but a P-EAGLE head drafts in one pass", hint="drop parallel_drafting"
+        )
+    return config.model_copy(update={"parallel_drafting": True})
 
 
-def _check_exit_layer(config: SpeculativeConfig, target: Target) -> None:
+def _check_exit_layer(config: SourceConfig, target: Target) -> None:
     layer, layers = getattr(config, "exit_layer", None), target.keys.get("num_hidden_layers")
     if layer is not None and layers is not None and layer >= layers:
         message = f"speculative_config.exit_layer is {layer}, but the target has {layers} layers"

@@ -7,7 +7,7 @@ Read next: methods.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeAlias, cast
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast
 
 from pydantic import Field, model_validator
 
@@ -109,6 +109,7 @@ class HybridConfig(SpeculativeBase):
 
 _SHARED_FIELDS = frozenset(SpeculativeBase.model_fields) - {"method", "model", "num_speculative_tokens"}
 SpeculativeConfig: TypeAlias = SourceConfig | HybridConfig
+AnyConfig = TypeVar("AnyConfig", bound=SpeculativeBase)
 
 MODELS: dict[str, type[SpeculativeBase]] = {
     str(model.model_fields["method"].default): model
@@ -188,27 +189,21 @@ def build(data: Mapping[str, Any]) -> SpeculativeConfig:
     return cast("SpeculativeConfig", config)
 
 
-def with_num_speculative_tokens(config: SpeculativeConfig, drafts: int) -> SpeculativeConfig:
+def with_num_speculative_tokens(config: AnyConfig, drafts: int) -> AnyConfig:
     """Return the config with the length filled in, checked again because other keys are read against it."""
     filled = parse.validate(type(config), {**_given(config), "num_speculative_tokens": drafts}, _OWNERS)
     filled._is_inferred = config._is_inferred
-    return cast("SpeculativeConfig", filled)
+    return cast("AnyConfig", filled)
 
 
-def with_method(config: SpeculativeConfig, method: str) -> SpeculativeConfig:
+def with_method(config: SourceConfig, method: str) -> SourceConfig:
     """Return the same keys under another method; a key that the new method lacks is refused."""
-    return cast("SpeculativeConfig", parse.validate(MODELS[method], {**_given(config), "method": method}, _OWNERS))
+    return cast("SourceConfig", parse.validate(MODELS[method], {**_given(config), "method": method}, _OWNERS))
 
 
 def with_sources(config: HybridConfig, sources: Sequence[SourceConfig]) -> HybridConfig:
     """Return the hybrid over other configs of its sources."""
     return HybridConfig.model_validate({**_given(config), "sources": tuple(sources)})
-
-
-def settle_source(asked: SourceConfig, decided: SpeculativeConfig) -> SourceConfig:
-    """Return a source of a hybrid with the method and length that its checkpoint decided."""
-    settled = with_method(asked, decided.method) if decided.method != asked.method else asked
-    return cast("SourceConfig", with_num_speculative_tokens(settled, decided.num_speculative_tokens or 1))
 
 
 def check_built(config: SpeculativeConfig) -> None:

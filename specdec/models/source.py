@@ -82,10 +82,15 @@ def locate_tokenizer(name: str) -> str:
         return locate_target(name).tokenizer_path
     given = Path(name).expanduser()
     path = given if given.is_dir() or not _HUB_ID.fullmatch(name) else _download(name, None)
-    if not any((path / file).is_file() for file in TOKENIZER_FILES):
+    if not has_tokenizer(path):
         state = "has no tokenizer files" if path.is_dir() else "is not a directory"
         raise ConfigError(f"tokenizer {name!r} {state}", hint="pass --tokenizer with a directory that holds tokenizer.json")
     return str(path)
+
+
+def has_tokenizer(path: Path) -> bool:
+    """True when a directory holds the files of a tokenizer."""
+    return any((path / file).is_file() for file in TOKENIZER_FILES)
 
 
 def embedded_gguf() -> Path:

@@ -301,6 +301,46 @@ def test_an_exit_layer_lies_inside_the_target(target: str) -> None:
 
 
 @pytest.mark.usefixtures("all_built")
+def test_an_adapter_of_an_exit_layer_is_checked_like_a_head(tmp_path: Path, target: str) -> None:
+    adapter = write_checkpoint(tmp_path / "adapter", {"architectures": ["EarlyExitAdapter"], "model_type": None})
+    spec = {"method": "early_exit", "exit_layer": 4, "num_speculative_tokens": 2, "model": adapter}
+    resolved = resolve_draft(target, spec)
+    assert resolved.traits is not None
+    assert (resolved.traits.taps, resolved.draft_model_path) == ((4,), adapter)
+    assert "target has 8 layers" in error_of(engine(target, spec | {"exit_layer": 9})).message
+
+
+@pytest.mark.usefixtures("all_built")
+def test_a_draft_without_a_tokenizer_is_compared_by_size(tmp_path: Path, target: str) -> None:
+    spec = {"method": "draft_model", "num_speculative_tokens": 3}
+    assert resolve_draft(target, spec | {"model": write_checkpoint(tmp_path / "same")}).traits is not None
+    other = write_checkpoint(tmp_path / "other", {"vocab_size": 9})
+    assert "draft vocabulary 9 differs from target vocabulary 8" in error_of(engine(target, spec | {"model": other})).message
+
+
+@pytest.mark.usefixtures("all_built")
+def test_a_p_eagle_head_drafts_in_one_pass(tmp_path: Path, target: str) -> None:
+    keys = {"speculators_model_type": "peagle", "transformer_layer_config": LLAMA, "mask_token_id": 3}
+    keys["speculators_config"] = {"proposal_methods": [{"speculative_tokens": 4}]}
+    head = write_checkpoint(tmp_path / "head", keys, base={})
+    resolved = resolve_draft(target, {"model": head})
+    assert resolved.traits is not None
+    assert (resolved.traits.method, resolved.traits.max_nodes, resolved.traits.draft_slots) == ("eagle3", 4, 3)
+    spec = {"method": "eagle3", "model": head, "parallel_drafting": False}
+    assert "parallel_drafting is false" in error_of(engine(target, spec)).message
+
+
+def test_drafts_fit_into_a_sequence(target: str) -> None:
+    assert "at most 512 tokens" in error_of(engine(target, {"method": "ngram", "num_speculative_tokens": 512})).message
+
+
+def test_a_lossy_rule_is_said_to_be_one(target: str, monkeypatch: pytest.MonkeyPatch, package_log: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(speculative, "BUILT_RULES", frozenset({"standard", "typical"}))
+    resolve(engine(target, {"method": "ngram", "num_speculative_tokens": 2, "rejection_sample_method": "typical"}))
+    assert "`typical` is lossy" in package_log.text
+
+
+@pytest.mark.usefixtures("all_built")
 def test_a_step_must_hold_the_lookahead(tmp_path: Path, target: str) -> None:
     head = write_checkpoint(tmp_path / "head", {"architectures": ["EagleLlamaForCausalLM"]})
     spec = {"method": "eagle", "model": head, "num_speculative_tokens": 4}
@@ -316,6 +356,8 @@ def test_a_hybrid_resolves_each_source_as_if_alone(tmp_path: Path, target: str) 
     assert resolved.traits is not None
     assert (resolved.traits.max_nodes, resolved.traits.lookahead, resolved.traits.taps) == (8, 3, (2, 4, 5))
     lookup, eagle = resolved.sources
+    assert resolved.engine.speculative is not None
+    assert resolved.engine.speculative.num_speculative_tokens == 8
     assert lookup.traits is not None
     assert eagle.traits is not None
     assert (lookup.traits.method, lookup.traits.max_nodes, lookup.draft_model_path) == ("ngram", 8, None)
@@ -323,6 +365,20 @@ def test_a_hybrid_resolves_each_source_as_if_alone(tmp_path: Path, target: str) 
     assert eagle.draft_hf_config.hidden_size == 64
     assert eagle.engine.speculative is not None
     assert eagle.engine.speculative.method == "eagle3"
+
+
+@pytest.mark.usefixtures("all_built")
+def test_rates_of_a_hybrid_are_read_against_its_own_length(tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculative, "BUILT_RULES", frozenset({"synthetic"}))
+    head = write_checkpoint(tmp_path / "head", {"architectures": ["EagleLlamaForCausalLM"], "n_predict": 2})
+    spec = {"method": "hybrid", "rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [1.0, 0.5, 0.5]}
+    sources = [{"method": "ngram", "num_speculative_tokens": 3}, {"model": head}]
+    resolved = resolve_draft(target, spec | {"sources": sources})
+    rules = [source.engine.speculative.rejection_sample_method for source in resolved.sources if source.engine.speculative]
+    assert rules == ["synthetic", "synthetic"]
+    assert (
+        "has 3 entries" in error_of(engine(target, spec | {"sources": [{**sources[0], "num_speculative_tokens": 4}, sources[1]]})).message
+    )
 
 
 def test_configuration_does_not_import_torch() -> None:
