@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +22,7 @@ from specdec.config.methods import FINAL_NORM, Tap
 from specdec.errors import ConfigError
 from specdec.kernels.layer_ops import layer_ops
 from specdec.models.attention import AttentionMetadata, KVPair
+from specdec.models.source import check_model_dir
 
 ATTENTION = "specdec_paged"
 HOLDER = "specdec_holder"  # attribute of every attention module: some models pass no keywords down to their layers
@@ -237,6 +239,7 @@ def _attach_holder(decoder: nn.Module) -> StepHolder:
 
 def _load(model_path: str, hf_config: Any, *, dtype: torch.dtype, device: torch.device) -> Any:
     """Return the model with all its weights in `dtype`, ready to evaluate; nothing is left at a random start."""
+    check_model_dir(Path(model_path))  # names the file at fault, which transformers does not
     with _quiet_transformers():
         try:
             model, report = transformers.AutoModelForCausalLM.from_pretrained(

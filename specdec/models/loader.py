@@ -5,12 +5,12 @@ Owns: safetensors files, sharded or not, and the strictness rule. Must not know:
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec.errors import ConfigError
+from specdec.models.source import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -49,10 +49,9 @@ class Checkpoint:
         """Return the tensor `name` on the CPU in its stored dtype; `shape` is checked when given."""
         if name not in self._where:
             near = ", ".join(sorted(self._left)[:3])
-            raise ConfigError(
-                f"tensor `{name}` is missing from {self.path}", hint=f"the checkpoint is not of this architecture, or incomplete; it holds {near}, ..."
-            )
-        tensor: torch.Tensor = self._open(self._where[name]).get_tensor(name)
+            hint = f"the checkpoint is not of this architecture, or incomplete; it holds {near}, ..."
+            raise ConfigError(f"tensor `{name}` is missing from {self.path}", hint=hint)
+        tensor = self._read(name)
         if shape is not None and tuple(tensor.shape) != shape:
             raise ConfigError(
                 f"tensor `{name}` of {self.path} has shape {list(tensor.shape)}, but the config asks for {list(shape)}",
@@ -77,12 +76,25 @@ class Checkpoint:
     def _index(self) -> dict[str, Path]:
         index = self.path / "model.safetensors.index.json"
         if index.is_file():
-            weight_map = json.loads(index.read_text())["weight_map"]
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise ConfigError(f"{index} has no weight_map from tensors to files", hint="download the model again")
             return {name: self.path / file for name, file in weight_map.items()}
         files = sorted(self.path.glob("*.safetensors"))
         if not files:
             raise ConfigError(f"no safetensors file in {self.path}", hint="point to a directory with model.safetensors, or to a .gguf file")
         return {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118 (safe_open is no dict)
+
+    def _read(self, name: str) -> torch.Tensor:
+        from safetensors import SafetensorError
+
+        file = self._where[name]
+        try:
+            tensor: torch.Tensor = self._open(file).get_tensor(name)
+        except SafetensorError as error:
+            message = f"tensor `{name}` cannot be read from {file}: {error}"
+            raise ConfigError(message, hint="index and files do not belong together; fetch the model again") from error
+        return tensor
 
     def _open(self, file: Path) -> Any:
         from safetensors import SafetensorError, safe_open
