@@ -325,11 +325,11 @@ def _verify(
 
 
 def _emit(rule: Rule, problem: Problem, seed: torch.Tensor, position: torch.Tensor) -> list[int]:
-    """Return kept drafts and the token after them; nothing when a row that was needed has no mass."""
+    """Return kept drafts and the token after them; nothing when the row after the kept drafts has no mass."""
     flips = _flips(seed, position, PURPOSE_ACCEPT, len(problem.drafts))
     pattern = [u < coin for u, coin in zip(flips, rule.coins(problem), strict=True)]
     kept = rule.length(problem, pattern)
-    if not bool((problem.p[: kept + 1].sum(-1) > 0).all()):
+    if not bool(problem.p[kept].sum() > 0):
         return []
     u = uniform(seed.reshape(1), position.reshape(1), purpose=PURPOSE_RESIDUAL, index=kept)
     return [*problem.drafts[:kept], _inverse_cdf(rule.recovered(problem, kept), float(u))]

@@ -10,6 +10,7 @@ from itertools import product
 
 import pytest
 import torch
+
 from specdec.kernels.rules import BLOCK, STANDARD, Problem, Rule, block_weights, emission_law, fly_rule, synthetic_rule, typical_rule
 
 Model = Callable[[tuple[int, ...]], torch.Tensor]  # prefix -> law [V] of the next token
