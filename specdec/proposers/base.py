@@ -46,7 +46,9 @@ class StepView:
     padded with -1; num_sampled [R], 0 while a prompt is still being read: extend the draft KV, draft nothing.
     num_computed [R] int64: tokens with target KV after this step. token_ids [M, max_len] int32 and num_tokens [M] int64:
     committed history, the newest token included; the whole prompt is readable.
-    max_nodes: list of R ints, 0 means extend only. sources: per request, the only source allowed to draft, or None.
+    max_nodes: list of R ints, 0 means extend only (slots past the target's query may not exist then).
+    sources: per request, the only source allowed to draft, or None. can_draw_target: per request, whether a token may be
+    drawn from the target's law here (see DraftBatch); false where logits are processed or reported first.
     taps: hidden states [N, H] by Tap. block_table [R, B] int32.
     """
 
@@ -64,6 +66,7 @@ class StepView:
     num_tokens: torch.Tensor
     max_nodes: Sequence[int]
     sources: Sequence[str | None]
+    can_draw_target: Sequence[bool]
     taps: Mapping[Tap, torch.Tensor]
     block_table: torch.Tensor
     sampling: DraftSampling
@@ -99,7 +102,9 @@ class DraftBatch:
 
     parents [R, K] int64 or None for chains: index of the parent node, -1 for a child of the anchor; parents precede
     children. law None: every draft is one-hot. source: who drafted, per request ("" where nobody did).
-    target_token_ids [R] int64 or None: a token this pass already drew from the target's law (-1: none).
+    target_token_ids [R] int64 or None: the anchor's successor, drawn by this pass with DraftRail.sample_target from the
+    target's logits at the anchor (-1: none), after it wrote the target's KV of the anchor. It is committed like a sampled
+    token and becomes the anchor of the drafts returned beside it.
     confidence [R, K] f32 or None: estimated acceptance probability of each node given its parent.
     """
 
@@ -127,7 +132,7 @@ class MemoryNeed:
 
 @dataclass(frozen=True, slots=True)
 class AdmitInfo:
-    """What a proposer learns of a request when it gets its row."""
+    """What a proposer learns of a request when it gets its row. prompt_token_ids: all it has, after preemption its output too."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -160,7 +165,9 @@ class TargetHandle(Protocol):
 class DraftRail:
     """What a proposer is lent once, after memory is fixed.
 
-    kv: the proposer's own paged caches, one (K, V) pair per draft layer, or empty. target_kv: read-only views of the target's.
+    kv: the proposer's own paged caches, one (K, V) pair per draft layer, or empty; they share block ids and lifetime with
+    the target's, so a prefix hit finds draft KV where `propose` left no hole below num_computed. target_kv: the target's
+    caches, read only except for slots from the anchor on, which the next target pass overwrites.
     build_attention(query_lens=, seq_lens=, block_table=, slot_mapping=, tree_mask=None, is_causal=True) -> AttentionMetadata.
     sample_target(logits [L, V], rows [L], positions [L]) -> [L] int64 draws from the target's law with the target's own noise.
     """

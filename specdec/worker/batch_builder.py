@@ -99,10 +99,10 @@ def _tree_positions(
         depths += depth
     is_draft = node >= 0
     all_parents = torch.full_like(cache_index, -1)
-    all_parents[is_draft] = torch.tensor(parents, device=cache_index.device)
+    all_parents[is_draft] = torch.tensor(parents, dtype=torch.int64, device=cache_index.device)
     positions = cache_index.clone()
     # node i of a request lies i + 1 slots past its anchor but depth[i] positions past it
-    positions[is_draft] += torch.tensor(depths, device=cache_index.device) - node[is_draft] - 1
+    positions[is_draft] += torch.tensor(depths, dtype=torch.int64, device=cache_index.device) - node[is_draft] - 1
     return positions, all_parents
 
 

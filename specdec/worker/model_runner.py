@@ -7,6 +7,7 @@ Read next: batch_builder.py, sampler.py, proposers/base.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from time import perf_counter
 
 import torch
@@ -15,10 +16,12 @@ from specdec.config.methods import Tap
 from specdec.models.attention import AttentionMetadata, KVPair
 from specdec.models.registry import TargetModel
 from specdec.proposers.base import AdmitInfo, DraftBatch, DraftSampling, Proposer, StepView
+from specdec.sampling_params import SamplingParams
 from specdec.scheduler.output import ModelRunnerOutput, RequestOutput, SchedulerOutput, StepTimings, TokenLogprobs
 from specdec.worker.batch_builder import attention_metadata, build_batch
 from specdec.worker.input_batch import InputBatch, VerifyResult
-from specdec.worker.post_update import commit_rows, compact_kv
+from specdec.worker.logits import needs_processing
+from specdec.worker.post_update import commit_rows, commit_target_tokens, compact_kv
 from specdec.worker.prompt_logprobs import prompt_logprobs
 from specdec.worker.request_state import RequestState, RowInfo
 from specdec.worker.sampler import Sampler
@@ -55,8 +58,8 @@ class ModelRunner:
         commit_rows(self.state, infos, batch, verified)
         verified_s = perf_counter()
         if self.proposer is not None:
-            num_nodes = self._propose(self.proposer, plan, infos, batch, verified=verified, taps=taps)
-            results = {key: _with_next(result, n) for (key, result), n in zip(results.items(), num_nodes, strict=True)}
+            drafts = self._propose(self.proposer, plan, infos, batch, verified=verified, taps=taps)
+            results = self._store(drafts, infos, batch, results)
         timings = StepTimings(
             prepare_s=prepared_s - start_s,
             forward_s=forwarded_s - prepared_s,
@@ -112,10 +115,18 @@ class ModelRunner:
         return tuple(self.state.draft_token_ids[info.row, :count].tolist()) if count else ()
 
     def _propose(
-        self, proposer: Proposer, plan: SchedulerOutput, infos: list[RowInfo], batch: InputBatch, *, verified: VerifyResult, taps: Mapping[Tap, torch.Tensor]
-    ) -> list[int]:
-        """Let the proposer extend its state and draft; store the drafts and return how many each request has."""
+        self,
+        proposer: Proposer,
+        plan: SchedulerOutput,
+        infos: list[RowInfo],
+        batch: InputBatch,
+        *,
+        verified: VerifyResult,
+        taps: Mapping[Tap, torch.Tensor],
+    ) -> DraftBatch:
+        """Let the proposer extend its state and draft for the next step, within what was ordered."""
         orders = [plan.drafts_next.get(info.request_id) for info in infos]
+        max_nodes = [min(order.max_nodes, self._room(info)) if order else 0 for order, info in zip(orders, infos, strict=True)]
         drafts = proposer.propose(
             StepView(
                 request_ids=batch.request_ids,
@@ -130,42 +141,53 @@ class ModelRunner:
                 num_computed=self.state.num_computed[batch.rows],
                 token_ids=self.state.token_ids,
                 num_tokens=self.state.num_tokens,
-                max_nodes=[order.max_nodes if order else 0 for order in orders],
+                max_nodes=max_nodes,
                 sources=[order.source if order else None for order in orders],
+                can_draw_target=[n > 0 and _is_plain(info.sampling) for n, info in zip(max_nodes, infos, strict=True)],
                 taps=taps,
                 block_table=batch.block_table,
                 sampling=self._draft_sampling(batch.rows),
             )
         )
-        num_nodes = _drafts_within_order(drafts, orders)
+        _check_drafts(drafts, max_nodes)
+        return drafts
+
+    def _room(self, info: RowInfo) -> int:
+        """Drafts that end in time for the target to emit one more token at the last position."""
+        max_model_len = self.state.token_ids.shape[1] - 1
+        return max(max_model_len - 1 - info.num_tokens, 0)
+
+    def _store(
+        self, drafts: DraftBatch, infos: list[RowInfo], batch: InputBatch, results: dict[str, RequestOutput]
+    ) -> dict[str, RequestOutput]:
+        """Keep the drafts for the next step and commit tokens that the drafting pass drew from the target's law."""
+        num_nodes: list[int] = drafts.num_nodes.tolist()
         self.state.store_drafts(infos, batch.rows, drafts, num_nodes)
-        return num_nodes
+        drawn = [-1] * len(infos)
+        if drafts.target_token_ids is not None:
+            drawn = commit_target_tokens(self.state, infos, batch.rows, drafts.target_token_ids)
+        stored = {}
+        for (request_id, result), count, token in zip(results.items(), num_nodes, drawn, strict=True):
+            if token >= 0:
+                result = replace(result, token_ids=(*result.token_ids, token), num_target_tokens=1)
+            stored[request_id] = replace(result, num_next=count) if count else result
+        return stored
 
     def _draft_sampling(self, rows: torch.Tensor) -> DraftSampling:
         state = self.state
         return DraftSampling(temperature=state.temperature[rows], seed=state.seed[rows], top_k=state.top_k[rows], top_p=state.top_p[rows])
 
 
-def _drafts_within_order(drafts: DraftBatch, orders: Sequence[object]) -> list[int]:
+def _check_drafts(drafts: DraftBatch, max_nodes: Sequence[int]) -> None:
     counts: list[int] = drafts.num_nodes.tolist()
-    assert len(counts) == len(orders), f"proposer answered for {len(counts)} of {len(orders)} requests"
-    return counts
+    assert len(counts) == len(max_nodes), f"the proposer answered for {len(counts)} of {len(max_nodes)} requests"
+    for index, (count, limit) in enumerate(zip(counts, max_nodes, strict=True)):
+        assert 0 <= count <= limit, f"the proposer drafted {count} tokens for request {index}, but at most {limit} were ordered"
 
 
-def _with_next(result: RequestOutput, num_next: int) -> RequestOutput:
-    if num_next == 0:
-        return result
-    return RequestOutput(
-        token_ids=result.token_ids,
-        num_drafts=result.num_drafts,
-        num_invalid=result.num_invalid,
-        num_next=num_next,
-        source=result.source,
-        draft_token_ids=result.draft_token_ids,
-        logprobs=result.logprobs,
-        prompt_logprobs=result.prompt_logprobs,
-        error=result.error,
-    )
+def _is_plain(sampling: SamplingParams) -> bool:
+    """True when logits alone decide a draw and nothing about it is reported, so that a proposer's pass may draw for the target."""
+    return not needs_processing(sampling) and sampling.logprobs is None and sampling.structured is None
 
 
 def build_metadata_factory(device: torch.device) -> object:

@@ -32,6 +32,25 @@ def commit_rows(state: RequestState, infos: list[RowInfo], batch: InputBatch, ve
         info.num_drafts = 0
 
 
+def commit_target_tokens(state: RequestState, infos: list[RowInfo], rows: torch.Tensor, token_ids: torch.Tensor) -> list[int]:
+    """Append one token per request, [R] int64 with -1 for none, that a drafting pass drew from the target's law.
+
+    That pass wrote the target's KV of the anchor, so num_tokens and num_computed both advance by one and the drawn token
+    is the new anchor. Returns the tokens on the host.
+    """
+    drawn = token_ids >= 0
+    chosen = rows[drawn]
+    state.token_ids[chosen, state.num_tokens[chosen]] = token_ids[drawn].to(torch.int32)
+    state.num_tokens[chosen] += 1
+    state.num_computed[chosen] += 1
+    tokens: list[int] = token_ids.tolist()
+    for info, token in zip(infos, tokens, strict=True):
+        if token >= 0:
+            info.num_tokens += 1
+            info.num_computed += 1
+    return tokens
+
+
 def compact_kv(kv: Sequence[KVPair], batch: InputBatch, verified: VerifyResult) -> None:
     """Move the KV of kept tree nodes together behind their anchor; for a chain every row is in place already."""
     sources, targets = [], []

@@ -115,15 +115,25 @@ class RequestState:
         return rows, outcomes
 
     def store_drafts(self, infos: list[RowInfo], rows: torch.Tensor, drafts: DraftBatch, num_nodes: list[int]) -> None:
-        """Keep a proposer's batch for the next step."""
+        """Keep a proposer's batch for the next step. Columns past a request's nodes become INVALID_TOKEN: a plan made before
+        these drafts were known (async_scheduling) may test more rows than there are drafts."""
         width = drafts.token_ids.shape[1]
+        self.draft_token_ids[rows] = INVALID_TOKEN
         if width:
-            self.draft_token_ids[rows, :width] = drafts.token_ids
+            unused = torch.arange(width, device=rows.device)[None] >= drafts.num_nodes.to(rows.device)[:, None]
+            self.draft_token_ids[rows, :width] = drafts.token_ids.to(rows.device).masked_fill(unused, INVALID_TOKEN)
         for index, (info, count) in enumerate(zip(infos, num_nodes, strict=True)):
             info.num_drafts = count
             info.source = drafts.source[index] if count else ""
-            info.parents = drafts.parents[index, :count].tolist() if drafts.parents is not None and count else None
+            info.parents = self._parents_of(drafts, index, count)
             info.law = _law_of(drafts, index) if count else None
+
+    def _parents_of(self, drafts: DraftBatch, index: int, count: int) -> list[int] | None:
+        """A request's tree, as long as K so that a plan may name more nodes than were drafted."""
+        if drafts.parents is None or not count:
+            return None
+        parents: list[int] = drafts.parents[index, :count].tolist()
+        return parents + [-1] * (self.draft_token_ids.shape[1] - count)
 
     def _seed_for(self, request_id: str, asked: int | None) -> int:
         if request_id not in self._seed_of:
