@@ -18,6 +18,7 @@ from specdec.metrics.prometheus import Exporter, Identity
 from specdec.server import openai_errors
 from specdec.server.context import ServerContext
 from specdec.server.guard import ApiKeys, BodyLimit, LastNet
+from specdec.server.logprobs import TokenTexts
 from specdec.server.options import Lifecycle, ServerOptions
 from specdec.server.routes import openai_router, probe_router, token_router
 
@@ -35,6 +36,7 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer, resolved: ResolvedConf
         options=options,
         lifecycle=Lifecycle(),
         created_s=int(time.time()),
+        token_texts=TokenTexts(tokenizer),
     )
     app = FastAPI(title="specdec", version=__version__, redoc_url=None, docs_url=None)
     app.state.lifecycle = ctx.lifecycle

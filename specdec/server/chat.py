@@ -49,7 +49,7 @@ async def answer(body: ChatBody, job: Job, streams: Sequence[OutputStream], *, c
     if body.return_token_ids:
         members["prompt_token_ids"] = list(job.prompts[0].token_ids)
     if body.prompt_logprobs is not None:
-        members["prompt_logprobs"] = prompt_logprobs(choices[0].prompt_logprobs or (), tokens=ctx.tokenizer)
+        members["prompt_logprobs"] = prompt_logprobs(choices[0].prompt_logprobs or (), tokens=ctx.token_texts)
     metrics = response_metrics(choices, job.level, max_nodes=ctx.max_nodes)
     return members if metrics is None else members | {"metrics": metrics}
 
@@ -93,7 +93,7 @@ def _choice(index: int, choice: Collected, body: ChatBody, ctx: ServerContext) -
     members: dict[str, Any] = {
         "index": index,
         "message": {"role": "assistant", "content": choice.text, "refusal": None},
-        "logprobs": chat_logprobs(choice.logprobs, tokens=ctx.tokenizer) if body.logprobs else None,
+        "logprobs": chat_logprobs(choice.logprobs, tokens=ctx.token_texts) if body.logprobs else None,
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
     }
@@ -111,7 +111,7 @@ def _opening(body: ChatBody, job: Job, output: EngineOutput, ctx: ServerContext)
     if body.return_token_ids:
         members["prompt_token_ids"] = list(job.prompts[0].token_ids)
     if body.prompt_logprobs is not None:
-        members["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or (), tokens=ctx.tokenizer)
+        members["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or (), tokens=ctx.token_texts)
     return "," + encode(members)[1:-1] if members else ""
 
 
@@ -120,7 +120,7 @@ def _delta(output: EngineOutput) -> str:
 
 
 def _logprobs(body: ChatBody, output: EngineOutput, ctx: ServerContext) -> str:
-    return encode(chat_logprobs(output.logprobs or (), tokens=ctx.tokenizer)) if body.logprobs else "null"
+    return encode(chat_logprobs(output.logprobs or (), tokens=ctx.token_texts)) if body.logprobs else "null"
 
 
 def _ending(body: ChatBody, output: EngineOutput) -> Ending:

@@ -183,7 +183,7 @@ class _ChoiceWriter:
                 entries = [*(output.prompt_logprobs or ()), *entries]
         if self.body.logprobs is None:
             return text, None
-        shown, self.offsets[index] = completion_logprobs(token_ids, entries, tokens=self.ctx.tokenizer, text_offset=self.offsets[index])
+        shown, self.offsets[index] = completion_logprobs(token_ids, entries, tokens=self.ctx.token_texts, text_offset=self.offsets[index])
         return text, shown
 
     def _extra(self, index: int, output: EngineOutput, *, is_first: bool) -> dict[str, Any]:
@@ -193,7 +193,7 @@ class _ChoiceWriter:
             if is_first:
                 extra["prompt_token_ids"] = list(self.job.prompt_of(index).token_ids)
         if self.body.prompt_logprobs is not None and is_first:
-            extra["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or (), tokens=self.ctx.tokenizer)
+            extra["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or (), tokens=self.ctx.token_texts)
         return extra
 
     def _prompt_text(self, index: int) -> str:

@@ -17,6 +17,7 @@ from specdec.engine.tokenizer import Tokenizer
 from specdec.engine.types import EngineRequest
 from specdec.errors import RequestRejected
 from specdec.sampling_params import SamplingParams
+from specdec.server.logprobs import TokenTexts
 from specdec.server.openai_errors import ModelNotFound
 from specdec.server.options import Lifecycle, ServerOptions, SpecMetricsLevel
 from specdec.server.protocol import ChatBody, CompletionBody, GenerationBody
@@ -35,6 +36,7 @@ class ServerContext:
     options: ServerOptions
     lifecycle: Lifecycle
     created_s: int
+    token_texts: TokenTexts
 
     @property
     def max_nodes(self) -> int:

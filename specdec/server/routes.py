@@ -73,7 +73,7 @@ def token_router(ctx: ServerContext) -> APIRouter:
         token_ids = await _token_ids(body, ctx)
         answer: dict[str, Any] = {"count": len(token_ids), "max_model_len": ctx.resolved.max_model_len, "tokens": list(token_ids)}
         if body.return_token_strs:
-            answer["token_strs"] = [ctx.tokenizer.token_text(token_id) for token_id in token_ids]
+            answer["token_strs"] = [ctx.token_texts.text(token_id) for token_id in token_ids]
         return answer
 
     @router.post("/detokenize")

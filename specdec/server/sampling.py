@@ -114,6 +114,8 @@ def _or(value: Any, neutral: Any) -> Any:
 
 def _check_text(name: str, texts: list[str] | None) -> None:
     for text in texts or ():
+        if not text:
+            raise RequestRejected(f"{name} must not contain an empty string", param=name)
         require_unicode(name, text)
 
 

@@ -22,6 +22,7 @@ from specdec.server.options import Lifecycle
 
 logger = logging.getLogger(__name__)
 
+KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that they close first and never write into a closed one
 AFTER_DRAIN_S = 5  # streams that the drain limit ended need a moment to send their last event
 
 
@@ -74,7 +75,9 @@ def run_server(
 def make_server(app: FastAPI, *, drain_s: float = 30.0) -> DrainingServer:
     """Return the server that `run_server` runs; for embedding it in a loop of one's own."""
     limit_s = max(1, round(drain_s) + AFTER_DRAIN_S)
-    config = uvicorn.Config(app, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=limit_s)
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, server_header=False, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=limit_s
+    )
     return DrainingServer(config, lifecycle=app.state.lifecycle, drain_s=drain_s)
 
 

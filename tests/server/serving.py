@@ -47,16 +47,17 @@ class Served:
     runner: PacedRunner
     tokenizer: Tokenizer
     server: DrainingServer
+    http: httpx.Client  # shared: making one reads certificates, which costs more than a request
 
     @property
     def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=30)
+        return openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, http_client=self.http)
 
     def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, headers=headers, timeout=30)
+        return self.http.post(self.url + path, json=body, headers=headers)
 
     def get(self, path: str, **headers: str) -> httpx.Response:
-        return httpx.get(self.url + path, headers=headers, timeout=30)
+        return self.http.get(self.url + path, headers=headers)
 
     def solo_text(self, prompt: str, max_tokens: int, **sampling: Any) -> str:
         """What the toy target says, without server, batch or drafts."""
@@ -108,8 +109,9 @@ def serving(
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])))
     thread.start()
     try:
-        _wait_ready(url)
-        yield Served(url, engine, runner, tokenizer, server)
+        with httpx.Client(timeout=60) as http:
+            _wait_ready(http, url)
+            yield Served(url, engine, runner, tokenizer, server, http)
     finally:
         runner.gate.set()
         server.should_exit = True
@@ -118,11 +120,11 @@ def serving(
         assert not thread.is_alive(), "the server did not stop"
 
 
-def _wait_ready(url: str) -> None:
-    until = time.monotonic() + 20
+def _wait_ready(http: httpx.Client, url: str) -> None:
+    until = time.monotonic() + 60
     while True:
         try:
-            if httpx.get(url + "/ready").status_code == 200:
+            if http.get(url + "/ready").status_code == 200:
                 return
         except httpx.TransportError:
             pass

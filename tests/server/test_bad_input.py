@@ -41,6 +41,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [  # fields beside the 
     ({"prompt_logprobs": 99}, "prompt_logprobs", "0..20"),
     ({"seed": 2**70}, "seed", "64"),
     ({"stop": [""]}, "stop", "empty string"),
+    ({"bad_words": ["a", ""]}, "bad_words", "empty string"),
     ({"stop": 5}, "stop", "stop is 5"),
     ({"logit_bias": {"abc": 1}}, "logit_bias", "token ids"),
     ({"logit_bias": {"5": 200}}, "logit_bias", "[-100, 100]"),
@@ -120,13 +121,13 @@ def test_a_bad_completion_is_refused(served: Served, fields: dict[str, Any], par
     if fields.get("stream_options") == {"include_usage": True} and stream:
         body["stream"] = False
     text = json.dumps(body)
-    _check(httpx.post(served.url + COMPLETION, content=text, headers={"content-type": "application/json"}), param, part)
+    _check(served.http.post(served.url + COMPLETION, content=text, headers={"content-type": "application/json"}), param, part)
 
 
 @pytest.mark.parametrize(("fields", "param", "part"), BAD_CHATS, ids=[json.dumps(row[0])[:50] for row in BAD_CHATS])
 def test_a_bad_chat_is_refused(served: Served, fields: dict[str, Any], param: str, part: str) -> None:
     text = json.dumps({"messages": USER} | fields)
-    _check(httpx.post(served.url + CHAT, content=text, headers={"content-type": "application/json"}), param, part)
+    _check(served.http.post(served.url + CHAT, content=text, headers={"content-type": "application/json"}), param, part)
 
 
 def test_all_offenders_are_named_at_once(served: Served) -> None:
@@ -154,7 +155,7 @@ def test_all_offenders_are_named_at_once(served: Served) -> None:
     ids=["open", "comma", "utf16", "list", "string", "empty", "deep", "huge-number"],
 )
 def test_a_body_that_is_no_object_is_refused(served: Served, raw: bytes, code: str | None) -> None:
-    response = httpx.post(served.url + COMPLETION, content=raw, headers={"content-type": "application/json"})
+    response = served.http.post(served.url + COMPLETION, content=raw, headers={"content-type": "application/json"})
     assert response.status_code == 400
     assert response.json()["error"]["type"] == "invalid_request_error"
     if code:
@@ -162,7 +163,7 @@ def test_a_body_that_is_no_object_is_refused(served: Served, raw: bytes, code: s
 
 
 def test_a_body_of_another_type_is_refused_with_the_type_to_send(served: Served) -> None:
-    response = httpx.post(served.url + COMPLETION, content=b'{"prompt": "a"}', headers={"content-type": "text/plain"})
+    response = served.http.post(served.url + COMPLETION, content=b'{"prompt": "a"}', headers={"content-type": "text/plain"})
     assert response.status_code == 400
     assert "application/json" in response.json()["error"]["message"]
 

@@ -10,7 +10,7 @@ import pytest
 
 from specdec.engine.types import SpecDecodeRequestStats
 from specdec.server.generation import Collected
-from specdec.server.logprobs import completion_logprobs
+from specdec.server.logprobs import TokenTexts, completion_logprobs
 from specdec.server.usage import response_metrics
 from tests.engine.tokenizers_for_tests import ids_of
 from tests.server.serving import Served, served_tokenizer, serving
@@ -103,10 +103,11 @@ def test_offsets_run_on_over_calls() -> None:
     from specdec.scheduler.output import TokenLogprobs
 
     tokenizer = served_tokenizer()
+    texts = TokenTexts(tokenizer)
     ids = tokenizer.encode("abcd")
     entries = [TokenLogprobs(token_id, float("-inf"), 1) for token_id in ids]
-    first, offset = completion_logprobs(ids[:2], entries[:2], tokens=tokenizer, text_offset=7)
-    second, end = completion_logprobs(ids[2:], entries[2:], tokens=tokenizer, text_offset=offset)
+    first, offset = completion_logprobs(ids[:2], entries[:2], tokens=texts, text_offset=7)
+    second, end = completion_logprobs(ids[2:], entries[2:], tokens=texts, text_offset=offset)
     assert first["text_offset"] + second["text_offset"] == [7, 8, 9, 10]
     assert end == 11
     assert first["token_logprobs"] == [-9999.0, -9999.0], "JSON has no infinity"
