@@ -10,6 +10,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from importlib import import_module
 from multiprocessing import get_context
 from typing import Any
 
@@ -21,11 +22,17 @@ Call = Callable[..., Any]
 
 def call_in_child(payload: bytes) -> bytes:
     """Call one kernel of the Triton column; return its result and the arguments as the call left them."""
+    name, args, kwargs = pickle.loads(payload)
+    result = triton_kernel(name)(*args, **kwargs)
+    return pickle.dumps((result, args, kwargs))
+
+
+def triton_kernel(name: str) -> Call:
+    """A kernel of the Triton column by name, or "module:function" for one that the dispatcher does not offer."""
     from specdec.kernels.dispatch import load
 
-    name, args, kwargs = pickle.loads(payload)
-    result = load(name, "triton")(*args, **kwargs)
-    return pickle.dumps((result, args, kwargs))
+    module, _, function = name.partition(":")
+    return getattr(import_module(f"specdec.kernels.{module}"), function) if function else load(name, "triton")
 
 
 def on_device(value: Any, device: str) -> Any:
@@ -47,11 +54,9 @@ def from_device(result: Any) -> Any:
 
 
 def compiled(name: str, *args: Any, **kwargs: Any) -> Any:
-    from specdec.kernels.dispatch import load
-
     device_args = [on_device(arg, "cuda") for arg in args]
     device_kwargs = {key: on_device(value, "cuda") for key, value in kwargs.items()}
-    result = load(name, "triton")(*device_args, **device_kwargs)
+    result = triton_kernel(name)(*device_args, **device_kwargs)
     write_back([*args, *kwargs.values()], [*device_args, *device_kwargs.values()])
     return from_device(result)
 
