@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional as F  # noqa: N812
@@ -21,6 +21,9 @@ from specdec.models.attention import AttentionMetadata, KVPair
 from specdec.models.linear import Linear
 from specdec.models.loader import Checkpoint
 from specdec.models.rope import STATIC_ROPE_TYPES, RotaryTable, rope_parameters
+
+if TYPE_CHECKING:
+    from specdec.models.fused_stack import FusedStack
 
 ARCHITECTURES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM"})
 _BIASED_QKV = ("qwen2",)  # families whose code, not config, says so
@@ -144,6 +147,7 @@ class LlamaModel:
         else:
             self.head = Linear(reader.tensor("lm_head.weight", (vocab, hidden)))
         self.rotary = RotaryTable(hf_config, head_dim=self.shape.head_dim, max_positions=max_model_len, device=device)
+        self.fused = fuse(self.layers, self.shape, self.rotary, final_norm=self.norm_weight)
 
     @property
     def num_layers(self) -> int:
@@ -172,12 +176,21 @@ class LlamaModel:
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normed hidden [L, H] -> logits [L, V] float32."""
-        return self.head(hidden).float()
+        return self.head.wide(hidden)
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, kv: Sequence[KVPair], meta: AttentionMetadata, *, taps: Collection[Tap] = ()
     ) -> tuple[torch.Tensor, Mapping[Tap, torch.Tensor]]:
         """Return the normed hidden states [N, H] and the tapped ones: m is the residual stream after m layers."""
+        if self.fused is not None and self.fused.fits(kv):
+            hidden, tapped = self.fused.run(self.embed_tokens(input_ids), positions, kv, meta, taps=taps)
+            return hidden, tapped | {FINAL_NORM: hidden}
+        return self.forward_eager(input_ids, positions, kv, meta, taps=taps)
+
+    def forward_eager(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, kv: Sequence[KVPair], meta: AttentionMetadata, *, taps: Collection[Tap] = ()
+    ) -> tuple[torch.Tensor, Mapping[Tap, torch.Tensor]]:
+        """The same layer by layer in torch: what other devices run, and the oracle of the fused call."""
         cos, sin = self.rotary.cos[positions], self.rotary.sin[positions]  # [N, Dh/2]
         tapped: dict[Tap, torch.Tensor] = {}
         residual = self.embed_tokens(input_ids)
@@ -193,6 +206,19 @@ class LlamaModel:
         if FINAL_NORM in taps:
             tapped[FINAL_NORM] = hidden
         return hidden, tapped
+
+
+def fuse(layers: Sequence[DecoderLayer], shape: LayerShape, rotary: RotaryTable, *, final_norm: torch.Tensor | None) -> FusedStack | None:
+    """Return the compiled stack where this CPU can run it, else None."""
+    if not layers or layers[0].down.weight.device.type != "cpu" or layers[0].down.weight.dtype is not torch.bfloat16:
+        return None
+    from specdec.kernels.cpu.team import has_amx
+
+    if not has_amx():
+        return None
+    from specdec.models.fused_stack import FusedStack, can_fuse  # compiles on import, so only where the CPU can run it
+
+    return FusedStack(layers, shape, rotary, final_norm=final_norm) if can_fuse(layers, shape) else None
 
 
 class _LayerReader:

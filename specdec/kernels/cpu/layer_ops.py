@@ -7,7 +7,7 @@ Letters: N query rows, Hq query heads, Hkv KV heads, Dh head dim.
 from __future__ import annotations
 
 import torch
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

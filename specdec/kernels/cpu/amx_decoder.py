@@ -1,0 +1,390 @@
+"""A stack of decoder layers as one compiled call: norms, AMX products, RoPE, KV store, attention, MLP.
+
+Owns: the fused forward on CPUs with AMX. The eager path (models/llama.py over kernels/cpu/layer_ops.py) is its oracle.
+Must not know: requests. One call runs every layer on the OpenMP team; Python and the GIL are out of the way meanwhile.
+
+Each function works on addresses. Letters: M query rows, H hidden, Hq/Hkv heads, Dh head dim, I MLP width, T threads.
+The residual stream is float32 [M, H]; row buffers are padded to 16 rows, since a tile always moves 16.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray, cfunc, njit, types
+
+from specdec.kernels.cpu.amx_gemm import ROWS, TILE_BYTES, gemm_blocks, share
+from specdec.kernels.cpu.llvm import (
+    accumulate_values,
+    barrier,
+    bits_of,
+    float_of,
+    pointer,
+    thread_num,
+    tile_config,
+    tile_dot,
+    tile_load,
+    tile_store,
+    tile_zero,
+)
+
+CHUNK = 64  # keys attended at once: four tiles of scores
+LOG2E = np.float32(1.4426950408889634)
+NEVER = np.float32(-1e30)  # score of a key that may not be seen; finite, so that an empty chunk stays harmless
+FAST = {"contract", "nsz", "reassoc", "arcp"}  # no `nnan`, `ninf`: a broken row must stay visible
+
+# Slots of the call table (int64). Buffers are addresses.
+(
+    NUM_THREADS, NUM_ROWS, NUM_LAYERS, HIDDEN, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, MLP,
+    RESIDUAL, NORMED, QKV, QUERY, ATTENDED, ACTIVATION, COS, SIN, POSITIONS, SLOTS,
+    NUM_REQUESTS, QUERY_STARTS, SEQ_LENS, BLOCK_TABLE, TABLE_STRIDE, BLOCK_SIZE, TREE, TREE_STRIDE, IS_CAUSAL,
+    SCRATCH, SCRATCH_STRIDE, TILE_CONFIG, LAYERS, EPS, FINAL_NORM, OUTPUT, NUM_SLOTS,
+) = range(35)  # fmt: skip
+
+# Columns of the layer table (int64). Zero means absent.
+(W_QKV, W_OUT, W_GATE_UP, W_DOWN, INPUT_NORM, POST_NORM, K_CACHE, V_CACHE, QKV_BIAS, Q_NORM, K_NORM, WINDOW, HAS_ROPE, TAP, NUM_COLUMNS) = range(15)
+
+_zero0, _zero1, _zero2, _zero3 = (tile_zero(i) for i in range(4))
+_load4, _load5, _load6 = tile_load(4), tile_load(5), tile_load(6)
+_store0 = tile_store(0)
+_dot045 = tile_dot(0, 4, 5)
+_dot046 = tile_dot(0, 4, 6)
+
+
+@njit(inline="always")
+def f32(address: int, count: int) -> np.ndarray:
+    return carray(pointer(address), (count,), np.float32)
+
+
+@njit(inline="always")
+def u16(address: int, count: int) -> np.ndarray:
+    return carray(pointer(address), (count,), np.uint16)
+
+
+@njit(inline="always")
+def i64(address: int, count: int) -> np.ndarray:
+    return carray(pointer(address), (count,), np.int64)
+
+
+@njit(inline="always")
+def to_bf16(value: float) -> int:
+    bits = bits_of(value)
+    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+
+@njit(inline="always")
+def from_bf16(value: int) -> float:
+    return float_of(np.uint32(value) << np.uint32(16))
+
+
+@njit(inline="always")
+def exp2(x: float) -> float:
+    """2^x by a degree-6 polynomial on the fraction (relative error 2e-7), so that LLVM can use all lanes."""
+    x = max(min(x, np.float32(126.0)), np.float32(-126.0))
+    whole = np.floor(x + np.float32(0.5))
+    f = x - whole
+    p = np.float32(1.5403530e-4)
+    p = p * f + np.float32(1.3333558e-3)
+    p = p * f + np.float32(9.6181291e-3)
+    p = p * f + np.float32(5.5504109e-2)
+    p = p * f + np.float32(2.4022651e-1)
+    p = p * f + np.float32(6.9314718e-1)
+    p = p * f + np.float32(1.0)
+    return p * float_of(np.uint32(np.int32(whole) + np.int32(127)) << np.uint32(23))
+
+
+@njit(fastmath=FAST)
+def rms_norm_row(source: int, weight: int, out: int, width: int, eps: float) -> None:
+    """out (bf16) = source (f32) / rms(source) * weight (f32)."""
+    x, w, y = f32(source, width), f32(weight, width), u16(out, width)
+    total = np.float32(0.0)
+    for i in range(width):
+        total += x[i] * x[i]
+    scale = np.float32(1.0) / np.float32(np.sqrt(total / np.float32(width) + eps))
+    for i in range(width):
+        y[i] = to_bf16(x[i] * scale * w[i])
+
+
+@njit(fastmath=FAST)
+def prepare_head(source: int, bias: int, norm: int, cos: int, sin: int, out: int, width: int, eps: float, has_rope: bool) -> None:
+    """One query or key head of one row: bias, head norm, rotation, rounding to bf16. The source (f32) is overwritten."""
+    x, y, half = f32(source, width), u16(out, width), width // 2
+    if bias:
+        b = f32(bias, width)
+        for i in range(width):
+            x[i] += b[i]
+    if norm:
+        w = f32(norm, width)
+        total = np.float32(0.0)
+        for i in range(width):
+            total += x[i] * x[i]
+        scale = np.float32(1.0) / np.float32(np.sqrt(total / np.float32(width) + eps))
+        for i in range(width):
+            x[i] = x[i] * scale * w[i]
+    if has_rope:
+        c, s = f32(cos, half), f32(sin, half)
+        for i in range(half):
+            first, second = x[i], x[half + i]
+            y[i] = to_bf16(first * c[i] - second * s[i])
+            y[half + i] = to_bf16(second * c[i] + first * s[i])
+    else:
+        for i in range(width):
+            y[i] = to_bf16(x[i])
+
+
+@njit(fastmath=FAST)
+def prepare_row(a: np.ndarray, layer: np.ndarray, row: int, eps: float) -> None:
+    """Rotate a row's query heads into QUERY, and its key and value heads into the cache at the row's slot."""
+    num_heads, num_kv, width = a[NUM_HEADS], a[NUM_KV_HEADS], a[HEAD_DIM]
+    source = a[QKV] + row * (num_heads + 2 * num_kv) * width * 4
+    position = i64(a[POSITIONS], row + 1)[row]
+    cos, sin = a[COS] + position * width * 2, a[SIN] + position * width * 2
+    has_rope, bias = layer[HAS_ROPE] != 0, layer[QKV_BIAS]
+    slot = i64(a[SLOTS], row + 1)[row] * num_kv * width * 2
+    for head in range(num_heads):
+        at = head * width * 4
+        out = a[QUERY] + (row * num_heads + head) * width * 2
+        prepare_head(source + at, bias + at if bias else 0, layer[Q_NORM], cos, sin, out, width, eps, has_rope)
+    for head in range(num_kv):
+        at = (num_heads + head) * width * 4
+        out = layer[K_CACHE] + slot + head * width * 2
+        prepare_head(source + at, bias + at if bias else 0, layer[K_NORM], cos, sin, out, width, eps, has_rope)
+        at = (num_heads + num_kv + head) * width * 4
+        prepare_head(source + at, bias + at if bias else 0, 0, cos, sin, layer[V_CACHE] + slot + head * width * 2, width, eps, False)
+
+
+@njit(fastmath=FAST)
+def silu_product(gate_up: int, out: int, out_stride: int, num_rows: int) -> None:
+    """out (bf16) = silu(gate) * up for two neighbouring [16, 16] float32 tiles."""
+    for row in range(num_rows):
+        gate, up = f32(gate_up + row * 128, 16), f32(gate_up + row * 128 + 64, 16)
+        y = u16(out + row * out_stride, 16)
+        for i in range(16):
+            g = gate[i]
+            y[i] = to_bf16(g / (np.float32(1.0) + exp2(-g * LOG2E)) * up[i])
+
+
+@njit(fastmath=FAST)
+def gate_up_blocks(a: np.ndarray, w: int, first: int, last: int, scratch: int) -> None:
+    """ACTIVATION columns of MLP blocks [first, last): each is a gate block and an up block of the interleaved weight."""
+    hidden, mlp, num_rows = a[HIDDEN], a[MLP], a[NUM_ROWS]
+    num_k = hidden // 32
+    for block in range(first, last):
+        for m in range(0, num_rows, ROWS):
+            gemm_blocks(a[NORMED] + m * hidden * 2, hidden * 2, w + 2 * block * num_k * TILE_BYTES, num_k, 0, 2, scratch, 128, 1, False)
+            silu_product(scratch, a[ACTIVATION] + (m * mlp + block * 16) * 2, mlp * 2, min(ROWS, num_rows - m))
+
+
+@njit(fastmath=FAST)
+def pack_queries(a: np.ndarray, first_row: int, kv_head: int, first: int, count: int, out: int) -> None:
+    """Lay queries [first, first + count) of a request and KV head out as the right-hand tiles of a product: pairs x queries."""
+    num_heads, width = a[NUM_HEADS], a[HEAD_DIM]
+    group = num_heads // a[NUM_KV_HEADS]
+    pairs = width // 2
+    tile = carray(pointer(out), (pairs * 16,), np.uint32)
+    for j in range(16):
+        if j < count:
+            row, head = first_row + (first + j) // group, kv_head * group + (first + j) % group
+            query = carray(pointer(a[QUERY] + (row * num_heads + head) * width * 2), (pairs,), np.uint32)
+            for i in range(pairs):
+                tile[i * 16 + j] = query[i]
+        else:
+            for i in range(pairs):
+                tile[i * 16 + j] = np.uint32(0)
+
+
+@njit(fastmath=FAST)
+def score_chunk(a: np.ndarray, k_cache: int, table: int, kv_head: int, start: int, end: int, queries: int, scores: int) -> None:
+    """scores [64, 16] = keys [start, start + 64) x queries. Keys are read in place, 16 slots of one block per tile."""
+    width, block_size = a[HEAD_DIM], a[BLOCK_SIZE]
+    stride = a[NUM_KV_HEADS] * width * 2
+    blocks = carray(pointer(table), (end // block_size + 1,), np.int32)
+    for part in range(4):
+        token = start + part * 16
+        if token >= end:
+            return
+        slot = np.int64(blocks[token // block_size]) * block_size + token % block_size
+        key = k_cache + slot * stride + kv_head * width * 2
+        _zero0()
+        for k in range(width // 32):
+            _load4(key + k * 64, stride)
+            _load5(queries + k * TILE_BYTES, 64)
+            _dot045()
+        _store0(scores + part * 1024, 64)
+
+
+@njit(fastmath=FAST)
+def widen_values(a: np.ndarray, v_cache: int, table: int, kv_head: int, start: int, count: int, out: int) -> None:
+    """Copy `count` value rows from token `start` on as float32, in slices of 64 dims: [Dh / 64, 64 tokens, 64]."""
+    width, block_size = a[HEAD_DIM], a[BLOCK_SIZE]
+    blocks = carray(pointer(table), ((start + count - 1) // block_size + 1,), np.int32)
+    for t in range(count):
+        token = start + t
+        slot = np.int64(blocks[token // block_size]) * block_size + token % block_size
+        value = u16(v_cache + (slot * a[NUM_KV_HEADS] + kv_head) * width * 2, width)
+        for part in range(width // 64):
+            row = f32(out + (part * CHUNK + t) * 256, 64)
+            for i in range(64):
+                row[i] = from_bf16(value[part * 64 + i])
+
+
+@njit(fastmath=FAST)
+def mask_scores(a: np.ndarray, layer: np.ndarray, request: int, first_row: int, first: int, count: int, start: int, num_keys: int, scores: int) -> None:
+    """Scale scores to base 2 and hide what a query may not see: the future, other branches of a tree, keys behind the window."""
+    group = a[NUM_HEADS] // a[NUM_KV_HEADS]
+    starts = i64(a[QUERY_STARTS], request + 2)
+    query_len = starts[request + 1] - starts[request]
+    context = i64(a[SEQ_LENS], request + 1)[request] - query_len
+    scale = LOG2E / np.float32(np.sqrt(np.float32(a[HEAD_DIM])))
+    s = f32(scores, CHUNK * 16)
+    for i in range(num_keys * 16):
+        s[i] *= scale
+    if start + num_keys <= context and layer[WINDOW] == 0:
+        return
+    for j in range(count):
+        offset = (first + j) // group
+        for t in range(num_keys):
+            token = start + t
+            hidden = a[IS_CAUSAL] != 0 and token > context + offset
+            if a[TREE] != 0 and token >= context:
+                hidden = carray(pointer(a[TREE] + (first_row + offset) * a[TREE_STRIDE]), (query_len,), np.uint8)[token - context] == 0
+            if layer[WINDOW] != 0 and token <= context + offset - layer[WINDOW]:
+                hidden = True
+            if hidden:
+                s[t * 16 + j] = NEVER
+
+
+@njit(fastmath=FAST)
+def softmax_chunk(scores: int, num_keys: int, largest: int, total: int, rescale: int) -> None:
+    """Online softmax over the keys of a chunk for 16 queries at once: scores become weights, running maxima and sums move on."""
+    s, top, mass, factor = f32(scores, CHUNK * 16), f32(largest, 16), f32(total, 16), f32(rescale, 16)
+    for j in range(16):
+        factor[j] = top[j]
+    for t in range(num_keys):
+        for j in range(16):
+            top[j] = max(top[j], s[t * 16 + j])
+    for j in range(16):
+        factor[j] = exp2(factor[j] - top[j])
+        mass[j] *= factor[j]
+    for t in range(num_keys):
+        for j in range(16):
+            weight = exp2(s[t * 16 + j] - top[j]) if s[t * 16 + j] > NEVER else np.float32(0.0)
+            s[t * 16 + j] = weight
+            mass[j] += weight
+
+
+@njit(fastmath=FAST)
+def attend_item(a: np.ndarray, layer: np.ndarray, request: int, kv_head: int, first: int, count: int, scratch: int) -> None:
+    """Attention of up to 16 queries (rows x heads of one group) of one request over all their keys."""
+    num_heads, width = a[NUM_HEADS], a[HEAD_DIM]
+    group = num_heads // a[NUM_KV_HEADS]
+    starts = i64(a[QUERY_STARTS], request + 2)
+    first_row = starts[request]
+    seq_len = i64(a[SEQ_LENS], request + 1)[request]
+    context = seq_len - (starts[request + 1] - first_row)
+    end = seq_len if a[IS_CAUSAL] == 0 or a[TREE] != 0 else context + (first + count - 1) // group + 1
+    begin = 0
+    if layer[WINDOW] != 0:
+        begin = max(context + first // group - layer[WINDOW] + 1, 0) // CHUNK * CHUNK
+    table = a[BLOCK_TABLE] + request * a[TABLE_STRIDE] * 4
+    queries, scores = scratch, scratch + 32 * 1024
+    largest, total, rescale = scores + CHUNK * 64, scores + CHUNK * 64 + 64, scores + CHUNK * 64 + 128
+    outputs = scores + CHUNK * 64 + 192
+    values = outputs + 16 * width * 4
+    pack_queries(a, first_row, kv_head, first, count, queries)
+    top, mass, out = f32(largest, 16), f32(total, 16), f32(outputs, 16 * width)
+    for j in range(16):
+        top[j], mass[j] = NEVER, np.float32(0.0)
+    for i in range(16 * width):
+        out[i] = np.float32(0.0)
+    for start in range(begin, end, CHUNK):
+        num_keys = min(CHUNK, end - start)
+        score_chunk(a, layer[K_CACHE], table, kv_head, start, end, queries, scores)
+        widen_values(a, layer[V_CACHE], table, kv_head, start, num_keys, values)
+        mask_scores(a, layer, request, first_row, first, count, start, num_keys, scores)
+        softmax_chunk(scores, num_keys, largest, total, rescale)
+        factor = f32(rescale, 16)
+        for j in range(count):
+            for part in range(width // 64):
+                accumulate_values(outputs + (j * width + part * 64) * 4, factor[j], scores + j * 4, values + part * CHUNK * 256, num_keys)
+    for j in range(count):
+        row, head = first_row + (first + j) // group, kv_head * group + (first + j) % group
+        y = u16(a[ATTENDED] + (row * num_heads + head) * width * 2, width)
+        inverse = np.float32(1.0) / mass[j]
+        for i in range(width):
+            y[i] = to_bf16(out[j * width + i] * inverse)
+
+
+@njit(fastmath=FAST)
+def attend(a: np.ndarray, layer: np.ndarray, thread: int, scratch: int) -> None:
+    """Deal the (request, KV head, 16 queries) items out to the threads in turn."""
+    group = a[NUM_HEADS] // a[NUM_KV_HEADS]
+    starts = i64(a[QUERY_STARTS], a[NUM_REQUESTS] + 1)
+    item = 0
+    for request in range(a[NUM_REQUESTS]):
+        num_queries = (starts[request + 1] - starts[request]) * group
+        for first in range(0, num_queries, 16):
+            for kv_head in range(a[NUM_KV_HEADS]):
+                if item % a[NUM_THREADS] == thread:
+                    attend_item(a, layer, request, kv_head, first, min(16, num_queries - first), scratch)
+                item += 1
+
+
+@njit
+def norm_rows(a: np.ndarray, weight: int, out: int, thread: int, eps: float) -> None:
+    for row in range(thread, a[NUM_ROWS], a[NUM_THREADS]):
+        rms_norm_row(a[RESIDUAL] + row * a[HIDDEN] * 4, weight, out + row * a[HIDDEN] * 2, a[HIDDEN], eps)
+
+
+@njit
+def copy_rows(a: np.ndarray, out: int, thread: int) -> None:
+    """Tap: the residual stream as bf16 [M, H]."""
+    width = a[HIDDEN]
+    for row in range(thread, a[NUM_ROWS], a[NUM_THREADS]):
+        x, y = f32(a[RESIDUAL] + row * width * 4, width), u16(out + row * width * 2, width)
+        for i in range(width):
+            y[i] = to_bf16(x[i])
+
+
+@njit
+def run_layer(a: np.ndarray, layer: np.ndarray, thread: int, scratch: int, eps: float) -> None:
+    """One decoder layer. Barriers stand where a thread reads what another wrote."""
+    num_threads, hidden, tiles = a[NUM_THREADS], a[HIDDEN], (a[NUM_ROWS] + ROWS - 1) // ROWS
+    q_width = a[NUM_HEADS] * a[HEAD_DIM]
+    qkv_width = q_width + 2 * a[NUM_KV_HEADS] * a[HEAD_DIM]
+    norm_rows(a, layer[INPUT_NORM], a[NORMED], thread, eps)
+    if layer[TAP] != 0:
+        copy_rows(a, layer[TAP], thread)
+    barrier()
+    first, last = share(qkv_width // 16, thread, num_threads, 4)
+    gemm_blocks(a[NORMED], hidden * 2, layer[W_QKV], hidden // 32, first, last, a[QKV], qkv_width * 4, tiles, False)
+    barrier()
+    for row in range(thread, a[NUM_ROWS], num_threads):
+        prepare_row(a, layer, row, eps)
+    barrier()
+    attend(a, layer, thread, scratch)
+    barrier()
+    first, last = share(hidden // 16, thread, num_threads, 2)
+    gemm_blocks(a[ATTENDED], q_width * 2, layer[W_OUT], q_width // 32, first, last, a[RESIDUAL], hidden * 4, tiles, True)
+    barrier()
+    norm_rows(a, layer[POST_NORM], a[NORMED], thread, eps)
+    barrier()
+    first, last = share(a[MLP] // 16, thread, num_threads, 1)
+    gate_up_blocks(a, layer[W_GATE_UP], first, last, scratch)
+    barrier()
+    first, last = share(hidden // 16, thread, num_threads, 2)
+    gemm_blocks(a[ACTIVATION], a[MLP] * 2, layer[W_DOWN], a[MLP] // 32, first, last, a[RESIDUAL], hidden * 4, tiles, True)
+    barrier()
+
+
+@cfunc(types.void(types.voidptr), nopython=True, cache=True)
+def decoder_entry(arguments: int) -> None:
+    """Run the layers of a call table on one thread of the team."""
+    a = carray(arguments, (NUM_SLOTS,), np.int64)
+    tile_config(a[TILE_CONFIG])
+    thread = np.int64(thread_num())
+    scratch = a[SCRATCH] + thread * a[SCRATCH_STRIDE]
+    eps = f32(a[EPS], 1)[0]
+    for index in range(a[NUM_LAYERS]):
+        run_layer(a, i64(a[LAYERS] + index * NUM_COLUMNS * 8, NUM_COLUMNS), thread, scratch, eps)
+    if a[FINAL_NORM] != 0:
+        norm_rows(a, a[FINAL_NORM], a[OUTPUT], thread, eps)

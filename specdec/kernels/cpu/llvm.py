@@ -1,0 +1,175 @@
+"""Instructions numba has no word for: AMX tiles, bit casts, 16-lane vectors, and the OpenMP team's own calls.
+
+Owns: numba intrinsics, each a few lines of LLVM IR. Must not know: what is computed with them.
+Source: Intel SDM vol. 2 (TILELOADD, TDPBF16PS); Random LLVM targets lower the vector parts, only tiles need AMX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+_I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_PTR = _I8.as_pointer()
+_LANES = 16
+_VEC = ir.VectorType(_F32, _LANES)
+
+
+def _external(builder: Any, name: str, result: ir.Type, arguments: list[Any]) -> Any:
+    """Call a symbol or an LLVM intrinsic by name."""
+    signature = ir.FunctionType(result, [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), arguments)
+
+
+def _tile(index: int) -> ir.Constant:
+    return ir.Constant(_I8, index)
+
+
+@intrinsic
+def tile_config(typingctx, config):  # type: ignore[no-untyped-def]  # noqa: D103
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        _external(builder, "llvm.x86.ldtilecfg", ir.VoidType(), [builder.inttoptr(args[0], _PTR)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+def tile_zero(index: int) -> Callable[[], None]:
+    """Return the intrinsic that zeroes tile `index`."""
+
+    @intrinsic
+    def zero(typingctx):  # type: ignore[no-untyped-def]
+        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            _external(builder, "llvm.x86.tilezero", ir.VoidType(), [_tile(index)])
+            return context.get_dummy_value()
+
+        return types.void(), codegen
+
+    return zero  # type: ignore[no-any-return]
+
+
+def tile_load(index: int) -> Callable[[int, int], None]:
+    """Return the intrinsic load(address, stride in bytes) into tile `index`."""
+    return _tile_memory("llvm.x86.tileloadd64", index)
+
+
+def tile_store(index: int) -> Callable[[int, int], None]:
+    """Return the intrinsic store(address, stride in bytes) of tile `index`."""
+    return _tile_memory("llvm.x86.tilestored64", index)
+
+
+def _tile_memory(name: str, index: int) -> Callable[[int, int], None]:
+    @intrinsic
+    def move(typingctx, address, stride):  # type: ignore[no-untyped-def]
+        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            _external(builder, name, ir.VoidType(), [_tile(index), builder.inttoptr(args[0], _PTR), args[1]])
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64), codegen
+
+    return move  # type: ignore[no-any-return]
+
+
+def tile_dot(c: int, a: int, b: int) -> Callable[[], None]:
+    """Return the intrinsic tile c += a @ b: a is [16, 32] bf16, b holds 16 row pairs of 16 columns, c is [16, 16] f32."""
+
+    @intrinsic
+    def dot(typingctx):  # type: ignore[no-untyped-def]
+        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            _external(builder, "llvm.x86.tdpbf16ps", ir.VoidType(), [_tile(c), _tile(a), _tile(b)])
+            return context.get_dummy_value()
+
+        return types.void(), codegen
+
+    return dot  # type: ignore[no-any-return]
+
+
+@intrinsic
+def pointer(typingctx, address):  # type: ignore[no-untyped-def]  # noqa: D103
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.inttoptr(args[0], _PTR)
+
+    return types.voidptr(types.int64), codegen
+
+
+@intrinsic
+def bits_of(typingctx, value):  # type: ignore[no-untyped-def]  # noqa: D103
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.bitcast(args[0], _I32)
+
+    return types.uint32(types.float32), codegen
+
+
+@intrinsic
+def float_of(typingctx, bits):  # type: ignore[no-untyped-def]  # noqa: D103
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.bitcast(args[0], _F32)
+
+    return types.float32(types.uint32), codegen
+
+
+@intrinsic
+def thread_num(typingctx):  # type: ignore[no-untyped-def]  # noqa: D103
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return _external(builder, "specdec_thread_num", _I32, [])
+
+    return types.int32(), codegen
+
+
+@intrinsic
+def barrier(typingctx):  # type: ignore[no-untyped-def]  # noqa: D103
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        _external(builder, "specdec_barrier", ir.VoidType(), [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def accumulate_values(typingctx, acc, scale, weights, values, count):  # type: ignore[no-untyped-def]
+    """acc[64] = acc[64] * scale + sum_t weights[16 t] * values[64 t .. 64 t + 63] for t < count, all float32 by address.
+
+    Four 16-lane accumulators stay in registers over the whole sum; numba's own arrays would go through memory each turn.
+    """
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        acc, scale, weights, values, count = args
+        accumulators = []
+        for lane in range(4):
+            slot = cgutils.alloca_once(builder, _VEC)
+            scaled = builder.fmul(_load_vector(builder, acc, lane * 64), _broadcast(builder, scale))
+            builder.store(scaled, slot)
+            accumulators.append(slot)
+        with cgutils.for_range(builder, count, intp=_I64) as loop:
+            weight_at = builder.inttoptr(builder.add(weights, builder.shl(loop.index, ir.Constant(_I64, 6))), _F32.as_pointer())
+            weight = _broadcast(builder, builder.load(weight_at))
+            row = builder.add(values, builder.shl(loop.index, ir.Constant(_I64, 8)))
+            for lane, slot in enumerate(accumulators):
+                product = builder.fmul(weight, _load_vector(builder, row, lane * 64), flags=("contract",))
+                builder.store(builder.fadd(product, builder.load(slot), flags=("contract",)), slot)
+        for lane, slot in enumerate(accumulators):
+            store = builder.store(builder.load(slot), _vector_at(builder, acc, lane * 64))
+            store.align = 4
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32, types.int64, types.int64, types.int64), codegen
+
+
+def _vector_at(builder: Any, address: Any, offset: int) -> Any:
+    return builder.inttoptr(builder.add(address, ir.Constant(_I64, offset)), _VEC.as_pointer())
+
+
+def _load_vector(builder: Any, address: Any, offset: int) -> Any:
+    load = builder.load(_vector_at(builder, address, offset))
+    load.align = 4
+    return load
+
+
+def _broadcast(builder: Any, scalar: Any) -> Any:
+    one = builder.insert_element(ir.Constant(_VEC, ir.Undefined), scalar, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(one, ir.Constant(_VEC, ir.Undefined), ir.Constant(ir.VectorType(_I32, _LANES), [0] * _LANES))

@@ -1,0 +1,148 @@
+"""FusedStack: a list of decoder layers run by one compiled call on CPUs with AMX.
+
+Owns: packed weights, row buffers and the call table of kernels/cpu/amx_decoder.py. Must not know: where rows come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from specdec.kernels.cpu import amx_decoder as table
+from specdec.kernels.cpu import team
+from specdec.kernels.cpu.amx_gemm import ROWS, can_pack, interleave, pack_weight, tile_config_bytes
+from specdec.models.attention import AttentionMetadata, KVPair
+
+if TYPE_CHECKING:
+    from specdec.models.llama import DecoderLayer, LayerShape
+    from specdec.models.rope import RotaryTable
+
+SCRATCH_BYTES = 32 * 1024 + 64 * 64 + 192  # packed queries, scores, running softmax state; values and outputs come on top
+
+
+def can_fuse(layers: Sequence[DecoderLayer], shape: LayerShape) -> bool:
+    """True when every size fits whole tiles."""
+    if shape.head_dim % 64 or shape.head_dim > 512 or shape.intermediate_size % 32:
+        return False
+    linears = [x for layer in layers for x in (layer.attention.qkv, layer.attention.out, layer.gate_up, layer.down)]
+    return all(can_pack(x.weight) for x in linears) and all(x.bias is None for layer in layers for x in (layer.attention.out, layer.gate_up, layer.down))
+
+
+class FusedStack:
+    """Runs layers over a float32 residual stream; the result is the normed stream in bf16."""
+
+    def __init__(self, layers: Sequence[DecoderLayer], shape: LayerShape, rotary: RotaryTable, *, final_norm: torch.Tensor | None) -> None:
+        self.shape, self.rotary = shape, rotary
+        self._kept: list[torch.Tensor] = []  # owners of the addresses in the tables
+        self._layers = np.zeros((len(layers), table.NUM_COLUMNS), dtype=np.int64)
+        for row, layer in zip(self._layers, layers, strict=True):
+            self._fill_layer(row, layer)
+        self._final_norm = None if final_norm is None else self._keep(final_norm.float())
+        self._eps = np.array([shape.eps], dtype=np.float32)
+        self._config = tile_config_bytes()
+        self._call = np.zeros(table.NUM_SLOTS, dtype=np.int64)
+        self._rows: _RowBuffers | None = None
+        self._bound: Sequence[KVPair] | None = None
+
+    @staticmethod
+    def fits(kv: Sequence[KVPair]) -> bool:
+        """True when a tile of 16 keys never crosses a block."""
+        return bool(kv) and kv[0][0].shape[1] % ROWS == 0
+
+    def run(
+        self, stream: torch.Tensor, positions: torch.Tensor, kv: Sequence[KVPair], meta: AttentionMetadata, *, taps: Collection[Any] = (), last: int | None = None
+    ) -> tuple[torch.Tensor, dict[Any, torch.Tensor]]:
+        """stream [N, H] -> (normed hidden [N, H] bf16, or the stream itself without a final norm; taps by layer number).
+
+        last: run only the first `last` layers (and still the final norm).
+        """
+        num_rows = stream.shape[0]
+        rows = self._buffers(num_rows)
+        rows.residual[:num_rows] = stream
+        self._bind(kv)
+        num_layers = len(self._layers) if last is None else last
+        tapped = {tap: torch.empty(num_rows, self.shape.hidden_size, dtype=torch.bfloat16) for tap in taps if isinstance(tap, int) and tap < num_layers}
+        for index, row in enumerate(self._layers):
+            row[table.TAP] = tapped[index].data_ptr() if index in tapped else 0
+        out = torch.empty(num_rows, self.shape.hidden_size, dtype=torch.bfloat16)
+        held = self._fill_call(rows, num_rows, positions, meta, num_layers=num_layers, out=out)
+        team.run(table.decoder_entry.address, self._call.ctypes.data, int(self._call[table.NUM_THREADS]))
+        del held
+        if num_layers in taps or self._final_norm is None:
+            final = rows.residual[:num_rows].to(torch.bfloat16)
+            tapped[num_layers] = final
+            out = final if self._final_norm is None else out
+        return out, tapped
+
+    def _fill_call(
+        self, rows: _RowBuffers, num_rows: int, positions: torch.Tensor, meta: AttentionMetadata, *, num_layers: int, out: torch.Tensor
+    ) -> list[Any]:
+        """Write the call table; returns what must outlive the call."""
+        shape, call = self.shape, self._call
+        starts = meta.cu_query_lens.to(torch.int64)
+        seq_lens = meta.seq_lens.to(torch.int64)
+        block_table = meta.block_table.contiguous()
+        tree = None if meta.tree_mask is None else meta.tree_mask.contiguous()
+        positions, slots = positions.contiguous(), meta.slot_mapping.contiguous()
+        call[:] = (
+            rows.num_threads, num_rows, num_layers, shape.hidden_size, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.intermediate_size,
+            rows.residual.data_ptr(), rows.normed.data_ptr(), rows.qkv.data_ptr(), rows.query.data_ptr(), rows.attended.data_ptr(),
+            rows.activation.data_ptr(), self.rotary.cos.data_ptr(), self.rotary.sin.data_ptr(), positions.data_ptr(), slots.data_ptr(),
+            len(meta.query_lens_cpu), starts.data_ptr(), seq_lens.data_ptr(), block_table.data_ptr(), block_table.shape[1], self._block_size,
+            0 if tree is None else tree.data_ptr(), 0 if tree is None else tree.shape[1], int(meta.is_causal),
+            rows.scratch.data_ptr(), rows.scratch.shape[1], self._config.ctypes.data, self._layers.ctypes.data, self._eps.ctypes.data,
+            0 if self._final_norm is None else self._final_norm.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+        return [starts, seq_lens, block_table, tree, positions, slots]
+
+    def _buffers(self, num_rows: int) -> _RowBuffers:
+        if self._rows is None or self._rows.capacity < num_rows or self._rows.num_threads != torch.get_num_threads():
+            self._rows = _RowBuffers(self.shape, -(-max(num_rows, ROWS) // ROWS) * ROWS, torch.get_num_threads())
+        return self._rows
+
+    def _bind(self, kv: Sequence[KVPair]) -> None:
+        if self._bound is kv:
+            return
+        for row, (k_cache, v_cache) in zip(self._layers, kv, strict=True):
+            row[table.K_CACHE], row[table.V_CACHE] = k_cache.data_ptr(), v_cache.data_ptr()
+        self._block_size = kv[0][0].shape[1]
+        self._bound = kv
+
+    def _fill_layer(self, row: np.ndarray, layer: DecoderLayer) -> None:
+        attention = layer.attention
+        gate, up = layer.gate_up.weight.chunk(2)
+        row[table.W_QKV] = self._keep(pack_weight(attention.qkv.weight)).data_ptr()
+        row[table.W_OUT] = self._keep(pack_weight(attention.out.weight)).data_ptr()
+        row[table.W_GATE_UP] = self._keep(pack_weight(interleave(gate, up))).data_ptr()
+        row[table.W_DOWN] = self._keep(pack_weight(layer.down.weight)).data_ptr()
+        row[table.INPUT_NORM] = self._keep(layer.input_norm.float()).data_ptr()
+        row[table.POST_NORM] = self._keep(layer.post_norm.float()).data_ptr()
+        if attention.qkv.bias is not None:
+            row[table.QKV_BIAS] = self._keep(attention.qkv.bias.float()).data_ptr()
+        if attention.norms is not None:
+            row[table.Q_NORM] = self._keep(attention.norms[0].float()).data_ptr()
+            row[table.K_NORM] = self._keep(attention.norms[1].float()).data_ptr()
+        row[table.WINDOW] = attention.window or 0
+        row[table.HAS_ROPE] = int(attention.has_rope)
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._kept.append(tensor.contiguous())
+        return self._kept[-1]
+
+
+class _RowBuffers:
+    """Scratch of a forward, padded to whole tiles and zeroed, so that padding rows stay finite."""
+
+    def __init__(self, shape: LayerShape, capacity: int, num_threads: int) -> None:
+        self.capacity, self.num_threads = capacity, num_threads
+        self.residual = torch.zeros(capacity, shape.hidden_size)
+        self.normed = torch.zeros(capacity, shape.hidden_size, dtype=torch.bfloat16)
+        self.qkv = torch.zeros(capacity, shape.q_size + 2 * shape.kv_size)
+        self.query = torch.zeros(capacity, shape.q_size, dtype=torch.bfloat16)
+        self.attended = torch.zeros(capacity, shape.q_size, dtype=torch.bfloat16)
+        self.activation = torch.zeros(capacity, shape.intermediate_size, dtype=torch.bfloat16)
+        per_thread = SCRATCH_BYTES + (16 + table.CHUNK) * shape.head_dim * 4
+        self.scratch = torch.zeros(num_threads, -(-per_thread // 4096) * 4096, dtype=torch.uint8)
