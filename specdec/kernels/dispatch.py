@@ -3,8 +3,9 @@
 Owns: the three columns. Must not know: what an operation does (reference.py and its neighbours say that).
 Read next: reference.py. `SPECDEC_KERNELS=reference` selects the oracle on every device, for looking into a suspicion.
 
-A CPU entry that points at a reference module is a choice made here, in the open: the operation is loops over requests with
-vectorised rows, and no faster form has been needed yet.
+An entry is a module below this package, with ":function" where the function has another name there. A CPU entry that points at a
+reference module is a choice made here, in the open: the operation loops over requests but not over ids, and no faster form has
+been needed yet.
 """
 
 from __future__ import annotations
@@ -42,8 +43,11 @@ REFERENCE: dict[str, str] = {
     "silu_mul": _LAYERS,
 }
 
-CPU: dict[str, str] = REFERENCE | dict.fromkeys(
-    ("store_kv", "paged_attention", "rms_norm", "add_rms_norm", "rotate", "silu_mul"), "cpu.layer_ops"
+CPU: dict[str, str] = (
+    REFERENCE
+    | {"target_law": "cpu.sampling:target_probs", "sample": "cpu.sampling:draw", "sample_logits": "cpu.sampling"}
+    | {"verify_coupled": "cpu.verification"}
+    | dict.fromkeys(("store_kv", "paged_attention", "rms_norm", "add_rms_norm", "rotate", "silu_mul"), "cpu.layer_ops")
 )
 
 TRITON: dict[str, str] = {
@@ -105,5 +109,6 @@ def load(name: str, column: str) -> Callable[..., Any]:
     module = _COLUMNS[column].get(name)
     if module is None:
         raise ValueError(f"unknown kernel {name!r} in column {column!r}: choose one of {sorted(_COLUMNS[column])}")
-    loaded: Callable[..., Any] = getattr(import_module(f"specdec.kernels.{module}"), name)
+    path, _, other_name = module.partition(":")
+    loaded: Callable[..., Any] = getattr(import_module(f"specdec.kernels.{path}"), other_name or name)
     return loaded
