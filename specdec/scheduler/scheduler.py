@@ -228,18 +228,13 @@ class Scheduler:
 
     def _num_new_tokens(self, request: Request, budget: TokenBudget, *, num_behind: int) -> int:
         """Rows for a running request; `num_behind` requests come after it, and it leaves each of them one row."""
-        if self._ends_in_flight(request):
-            return 0
-        # The last token of a request is never fed back, so no row reaches its position.
+        # The last token of a request is never fed back, so no row reaches its position. That also ends planning ahead when
+        # steps in flight reach the limit even without their drafts: each of them counts at least one row.
         num_left = min(request.num_uncomputed + request.num_draft_nodes, request.max_total_tokens - 1 - request.num_computed_tokens)
         room = min(max(budget.available - num_behind * (1 + self.draft_slots), 1), budget.available)
         if request.num_uncomputed > 1:
             return self._prompt_chunk(num_left, room)
         return max(min(num_left, room), 0)
-
-    def _ends_in_flight(self, request: Request) -> bool:
-        """Whether steps in flight reach the length limit even if they keep no draft at all."""
-        return request.num_pending_outputs > 0 and request.num_tokens + request.num_pending_outputs >= request.max_total_tokens
 
     def _prompt_chunk(self, num_left: int, room: int) -> int:
         """At most `room` rows of a prompt that has `num_left` tokens to compute.

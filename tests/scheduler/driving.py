@@ -107,4 +107,5 @@ class Drive:
         limit, slots = self.scheduler.config.max_num_batched_tokens, self.scheduler.draft_slots
         assert plan.total_num_scheduled_tokens <= limit
         assert plan.total_num_scheduled_tokens + slots * len(plan.num_scheduled_tokens) <= limit
+        assert not (plan.preempted_ids and plan.new), "nobody is admitted into blocks that were just taken from another"
         assert all(0 < plan.num_draft_nodes[i] < plan.num_scheduled_tokens[i] for i in plan.num_draft_nodes)

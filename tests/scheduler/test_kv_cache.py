@@ -147,13 +147,29 @@ def test_a_found_free_block_is_not_counted_as_room_for_the_rest() -> None:
 
 def test_reset_forgets_contents_but_not_owners() -> None:
     kv = manager()
-    request = request_of([*range(8)])
-    compute(kv, request)
+    first, second = request_of([*range(8)]), request_of([*range(9)])
+    compute(kv, first)
+    compute(kv, second)
     kv.reset_prefix_cache()
+    for request in (first, second):
+        kv.cache_blocks(request)  # what was computed before stays forgotten
     assert kv.get_computed_blocks(request_of([*range(9)])) == ()
-    assert kv.pool.num_free == 7
-    kv.free(request)
+    assert kv.pool.num_free == 6
+    kv.free(first)
+    kv.free(second)
     assert kv.pool.num_free == 9
+
+
+def test_a_preempted_request_makes_its_blocks_findable_again() -> None:
+    kv = manager(4)
+    request = request_of([*range(9)])
+    compute(kv, request)
+    kv.free(request)
+    request.reset_progress()
+    kv.pool.release(kv.pool.take(3))  # somebody else used all blocks meanwhile
+    assert kv.get_computed_blocks(request) == ()
+    compute(kv, request)
+    assert len(kv.get_computed_blocks(request_of([*range(9)]))) == 2
 
 
 @settings(max_examples=150, deadline=None)

@@ -212,6 +212,29 @@ def test_the_least_urgent_request_is_preempted_and_the_most_urgent_served_first(
     drive.check_clean()
 
 
+def test_nobody_is_admitted_in_the_step_that_preempts() -> None:
+    drive = Drive(toy_resolved(num_drafts=4, block_size=1, num_blocks=27, max_model_len=27), drafter=anti())
+    drive.add("a", range(5), SamplingParams(max_tokens=22, speculation=SpeculationParams(enabled=False)))
+    drive.add("b", range(10, 15), SamplingParams(max_tokens=20))
+    plan, _ = drive.step()
+    while not plan.preempted_ids:
+        plan, _ = drive.step()
+    b = drive.scheduler.requests["b"]
+    assert b.num_tokens + 1 <= drive.scheduler.kv.pool.num_free  # its rejected drafts held enough for it to come back at once
+    assert (plan.new, list(plan.num_scheduled_tokens)) == ((), ["a"])
+    drive.run()
+    drive.check_clean()
+
+
+def test_admission_leaves_each_running_request_a_block_to_grow_into() -> None:
+    drive = Drive(toy_resolved(num_blocks=6, max_model_len=17))
+    drive.add("a", range(2), SamplingParams(max_tokens=3))
+    drive.step()
+    drive.add("b", range(20, 36), SamplingParams(max_tokens=1))  # four blocks: as many as are free
+    assert [list(drive.step()[0].num_scheduled_tokens) for _ in range(3)] == [["a"], ["a"], ["b"]]
+    assert drive.scheduler.num_preemptions == 0
+
+
 def test_two_that_fit_only_one_after_the_other_both_end() -> None:
     drive = Drive(toy_resolved(num_drafts=4, lookahead=5, num_blocks=5, max_model_len=17), drafter=coin(0.5))
     for name in "ab":
@@ -304,6 +327,10 @@ def test_a_stop_string_cuts_tokens_before_and_after_the_scheduler_ended_the_requ
     assert commits["b"].finish_reason == "length"
     assert not drive.scheduler.finish("b", "stop", num_tokens=4)  # it had ended, and is cut all the same
     assert drive.step()[0].finished == {"b": FinishedRequest("stop", 4)}
+    drive.add("c", [1, 2], SamplingParams(max_tokens=1))
+    drive.step()
+    drive.scheduler.finish("c", "stop", num_tokens=9)
+    assert drive.step()[0].finished == {"c": FinishedRequest("stop", 3)}  # there are no more than three
     drive.check_clean()
 
 
