@@ -254,6 +254,7 @@ class BaseProposer:
 
 REGISTRY: dict[str, str] = {
     "ngram": "specdec.proposers.ngram:NgramProposer",
+    "suffix": "specdec.proposers.suffix:SuffixProposer",
 }
 
 
