@@ -47,6 +47,7 @@ CPU: dict[str, str] = (
     REFERENCE
     | {"target_law": "cpu.sampling:target_probs", "sample": "cpu.sampling:draw", "sample_logits": "cpu.sampling"}
     | {"verify_coupled": "cpu.verification"}
+    | dict.fromkeys(("rejection_sample", "block_verify", "fly", "typical"), "torch_chains")
     | dict.fromkeys(("store_kv", "paged_attention", "rms_norm", "add_rms_norm", "rotate", "silu_mul"), "cpu.layer_ops")
 )
 

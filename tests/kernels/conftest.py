@@ -90,6 +90,17 @@ def triton_call() -> Iterator[Call]:
         yield interpreted
 
 
+@pytest.fixture(params=["cpu", "triton"])
+def served_call(request: pytest.FixtureRequest) -> Call:
+    """served_call(name, *args, **kwargs) runs the CPU column here, or the Triton column as `triton_call` does."""
+    if request.param == "triton":
+        triton: Call = request.getfixturevalue("triton_call")
+        return triton
+    from specdec.kernels.dispatch import load
+
+    return lambda name, *args, **kwargs: load(name, "cpu")(*args, **kwargs)
+
+
 @pytest.fixture
 def reference_call() -> Call:
     """reference_call(name, *args, **kwargs) runs the oracle of a kernel."""

@@ -1,4 +1,4 @@
-"""The Triton column of every verification rule against the reference: all six fields equal, on ragged and broken batches."""
+"""The served columns of every verification rule against the reference: all six fields equal, on ragged and broken batches."""
 
 from __future__ import annotations
 
@@ -82,29 +82,29 @@ EXTRA = {"fly": {"window": 1, "entropy_threshold": 0.2}}
 
 @pytest.mark.parametrize("rule", ["rejection_sample", "block_verify", "fly"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rules_match_for_certain_drafts(triton_call: Call, reference_call: Call, rule: str, shape: str) -> None:
+def test_rules_match_for_certain_drafts(served_call: Call, reference_call: Call, rule: str, shape: str) -> None:
     given = batch(SHAPES[shape][0], width=SHAPES[shape][1], vocab=SHAPES[shape][2], seed=3) | EXTRA.get(rule, {})
-    assert_same(triton_call(rule, **given), reference_call(rule, **given))
+    assert_same(served_call(rule, **given), reference_call(rule, **given))
 
 
 @pytest.mark.parametrize("rule", ["rejection_sample", "block_verify", "fly"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_rules_match_for_every_draft_law(triton_call: Call, reference_call: Call, rule: str, layout: str, seed: int) -> None:
+def test_rules_match_for_every_draft_law(served_call: Call, reference_call: Call, rule: str, layout: str, seed: int) -> None:
     given = batch([4, 0, 2, -1, 1, 4, 3, 4, 4, 4], width=4, vocab=97, seed=seed)
     law = {} if layout == "certain" else draft_law(given, layout, support=23, seed=seed)
-    assert_same(triton_call(rule, **given, **law, **EXTRA.get(rule, {})), reference_call(rule, **given, **law, **EXTRA.get(rule, {})))
+    assert_same(served_call(rule, **given, **law, **EXTRA.get(rule, {})), reference_call(rule, **given, **law, **EXTRA.get(rule, {})))
 
 
 @pytest.mark.parametrize("rule", ["rejection_sample", "block_verify", "fly", "typical"])
-def test_refused_drafts_and_rows_without_mass(triton_call: Call, reference_call: Call, rule: str) -> None:
+def test_refused_drafts_and_rows_without_mass(served_call: Call, reference_call: Call, rule: str) -> None:
     given = batch([3, 3, 3, 3, 2], width=3, vocab=41, seed=8, likely=1.0)
     given["draft_token_ids"][0] = -1  # all refused: sample the target at the anchor
     given["draft_token_ids"][1, 1] = -1  # refused in the middle: nothing after it is tested
     given["target_probs"][int(given["cu_num_logits"][2])] = 0  # no mass at the anchor: the request fails
     given["target_probs"][int(given["cu_num_logits"][3]) + 3] = 0  # no mass at the bonus row: fails only if reached
     arguments = {key: value for key, value in given.items() if rule != "typical" or key not in ("seed", "position")} | EXTRA.get(rule, {})
-    ours, expected = triton_call(rule, **arguments), reference_call(rule, **arguments)
+    ours, expected = served_call(rule, **arguments), reference_call(rule, **arguments)
     assert_same(ours, expected)
     assert ours.num_sampled[0] == 1
     assert ours.num_invalid.tolist() == [3, 1, 0, 0, 0]
@@ -115,41 +115,41 @@ def test_refused_drafts_and_rows_without_mass(triton_call: Call, reference_call:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_typical_matches(triton_call: Call, reference_call: Call, shape: str) -> None:
+def test_typical_matches(served_call: Call, reference_call: Call, shape: str) -> None:
     given = batch(SHAPES[shape][0], width=SHAPES[shape][1], vocab=SHAPES[shape][2], seed=5)
     arguments = {key: given[key] for key in ("target_probs", "draft_token_ids", "cu_num_logits")}
-    assert_same(triton_call("typical", **arguments), reference_call("typical", **arguments))
+    assert_same(served_call("typical", **arguments), reference_call("typical", **arguments))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_synthetic_matches(triton_call: Call, reference_call: Call, shape: str) -> None:
+def test_synthetic_matches(served_call: Call, reference_call: Call, shape: str) -> None:
     given = batch(SHAPES[shape][0], width=SHAPES[shape][1], vocab=SHAPES[shape][2], seed=6)
     arguments = {key: given[key] for key in ("draft_token_ids", "cu_num_logits", "seed", "position")}
     targets = given["target_probs"].argmax(-1)
     if len(targets) > 9:
         targets[9] = -1  # a row without a sample
     arguments |= {"target_token_ids": targets, "rates": torch.linspace(0.9, 0.4, SHAPES[shape][1])}
-    assert_same(triton_call("synthetic", **arguments), reference_call("synthetic", **arguments))
+    assert_same(served_call("synthetic", **arguments), reference_call("synthetic", **arguments))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_coupled_chains_match(triton_call: Call, reference_call: Call, shape: str) -> None:
+def test_coupled_chains_match(served_call: Call, reference_call: Call, shape: str) -> None:
     given = batch(SHAPES[shape][0], width=SHAPES[shape][1], vocab=SHAPES[shape][2], seed=7)
     targets = reference_sample(given["target_probs"], torch.linspace(0.05, 0.95, len(given["target_probs"])))
     if len(targets) > 9:
         targets[9] = -1
     arguments = {"draft_token_ids": given["draft_token_ids"], "cu_num_logits": given["cu_num_logits"]}
-    assert_same(triton_call("verify_coupled", targets, **arguments), reference_call("verify_coupled", targets, **arguments))
+    assert_same(served_call("verify_coupled", targets, **arguments), reference_call("verify_coupled", targets, **arguments))
 
 
-def test_coupled_trees_match_and_follow_the_right_child(triton_call: Call, reference_call: Call) -> None:
+def test_coupled_trees_match_and_follow_the_right_child(served_call: Call, reference_call: Call) -> None:
     parents = torch.tensor([[-1, -1, 0, 1, 1, 3], [-1, 0, 0, 1, 2, 4], [-1, 0, 0, 0, 3, -1], [-1, -1, 1, -1, -1, -1]])
     drafts = torch.tensor([[5, 6, 7, 8, 9, 5], [5, 6, 7, 8, 8, 9], [1, 2, 2, 3, 4, -1], [3, -1, 4, -1, -1, -1]])
     cu = torch.tensor([0, 7, 14, 20, 24], dtype=torch.int32)
     targets = torch.tensor([6, 0, 8, 0, 5, 0, 1, 5, 7, 0, 8, 0, 9, 2, 1, 2, 3, 4, 0, 0, 4, 4, 4, 4])
     for max_depth in (None, 4):
         arguments = {"draft_token_ids": drafts, "cu_num_logits": cu, "parents": parents, "max_depth": max_depth}
-        ours = triton_call("verify_coupled", targets, **arguments)
+        ours = served_call("verify_coupled", targets, **arguments)
         assert_same(ours, reference_call("verify_coupled", targets, **arguments))
         assert ours.token_ids[0, :4].tolist() == [6, 8, 5, 1]
         assert ours.path[0, :4].tolist() == [0, 2, 4, 6]
