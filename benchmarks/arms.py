@@ -22,6 +22,7 @@ from typing import Any
 
 import httpx
 
+from specdec import __version__
 from specdec.errors import ConfigError
 
 START_LIMIT_S = 600.0  # the first start converts the embedded model
@@ -115,8 +116,9 @@ def machine() -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "gpu": _gpu_name(),
+        "specdec": __version__,
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("specdec", "torch", "triton", "transformers")},
+        **{name: _version(name) for name in ("torch", "triton", "transformers")},
     }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -51,8 +52,7 @@ def _ratio(ratios: list[float] | None) -> str:
     """Return median, lowest and highest of the ratios of the repeats."""
     if not ratios:
         return ""
-    ordered = sorted(ratios)
-    return f"{ordered[len(ordered) // 2]:.2f} \\[{ordered[0]:.2f} to {ordered[-1]:.2f}]"
+    return f"{median(ratios):.2f} \\[{min(ratios):.2f} to {max(ratios):.2f}]"
 
 
 def markdown(line: dict[str, Any]) -> str:

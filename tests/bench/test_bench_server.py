@@ -87,7 +87,7 @@ def line_of_results() -> dict[str, object]:
     cell = {
         "load": {"workload": "copy", "concurrency": 4, "rate": None},
         "figures": {"off": figures, "on": faster},
-        "ratio": {"on": [1.5, 1.4, 1.9]},
+        "ratio": {"on": [1.4, 1.9, 1.5]},
     }
     slower = {**cell, "load": {"workload": "chat", "concurrency": 1, "rate": 2.0}, "ratio": {"on": [0.9]}}
     return {
