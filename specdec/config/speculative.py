@@ -46,7 +46,6 @@ UNBUILT_OPTIONS = frozenset(  # refused unless they have their default; whoever 
         "dspark_draft_topk",
         "xpress_topc",
         "max_model_len",
-        "suffix_corpus",
     }
 )
 
