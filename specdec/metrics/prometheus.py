@@ -85,12 +85,13 @@ def own_rows(max_nodes: int) -> tuple[Row, ...]:
         Row("specdec_generation_tokens", "counter", "Tokens emitted, after trimming at stops.", lambda s: s.num_generation_tokens),
         Row("specdec_request_success", "counter", "Requests that ended, by how they ended.", _reasons, label="finished_reason"),
         Row("specdec_num_steps", "counter", "Engine steps.", lambda s: s.num_steps),
-        *_speculation_rows(max_nodes),
+        *_draft_rows(),
+        *_draft_detail_rows(max_nodes),
         *_latency_rows(),
     )
 
 
-def _speculation_rows(max_nodes: int) -> tuple[Row, ...]:
+def _draft_rows() -> tuple[Row, ...]:
     return (
         Row("specdec_num_drafts", "counter", "Verify steps of a request that had at least one draft.", lambda s: s.spec.total.num_drafts),
         Row("specdec_num_draft_tokens", "counter", "Draft tokens sent to verification.", lambda s: s.spec.total.num_draft_tokens),
@@ -106,6 +107,24 @@ def _speculation_rows(max_nodes: int) -> tuple[Row, ...]:
             "Draft tokens that passed verification, before trimming at a stop: at least the accepted ones.",
             lambda s: s.spec.total.num_verified_tokens,
         ),
+        Row(
+            "specdec_num_decode_steps",
+            "counter",
+            "Target passes that emitted for a request after its first token, plain ones included.",
+            lambda s: s.spec.num_decode_steps,
+        ),
+        Row(
+            "specdec_num_decode_tokens",
+            "counter",
+            "Tokens those passes emitted. Over specdec_num_decode_steps_total: tokens per target pass, the honest gain of speculation.",
+            lambda s: s.spec.num_decode_tokens,
+        ),
+    )
+
+
+def _draft_detail_rows(max_nodes: int) -> tuple[Row, ...]:
+    """Drafts by position, by fate and by source."""
+    return (
         Row(
             "specdec_num_accepted_tokens_per_pos",
             "counter",
@@ -139,18 +158,6 @@ def _speculation_rows(max_nodes: int) -> tuple[Row, ...]:
             "Accepted draft tokens by the drafter that proposed them.",
             lambda s: _by_source(s, lambda counts: counts.num_accepted_tokens),
             label="source",
-        ),
-        Row(
-            "specdec_num_decode_steps",
-            "counter",
-            "Target passes that emitted for a request after its first token, plain ones included.",
-            lambda s: s.spec.num_decode_steps,
-        ),
-        Row(
-            "specdec_num_decode_tokens",
-            "counter",
-            "Tokens those passes emitted. Over specdec_num_decode_steps_total: tokens per target pass, the honest gain of speculation.",
-            lambda s: s.spec.num_decode_tokens,
         ),
     )
 
