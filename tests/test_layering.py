@@ -49,7 +49,7 @@ NO_TORCH_AT_IMPORT = (
     "server.protocol",
 )
 NO_ARRAYS_ANYWHERE = ("errors", "logging", "sampling_params", "scheduler")
-KERNEL_LIBRARIES = {"torch", "numpy", "triton", "numba"}
+KERNEL_LIBRARIES = {"torch", "numpy", "triton", "numba", "llvmlite"}  # llvmlite is what numba is made of
 HEAVY = {"torch", "numpy", "triton", "transformers", "numba", "safetensors"}
 
 
