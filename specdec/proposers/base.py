@@ -255,6 +255,8 @@ class BaseProposer:
 REGISTRY: dict[str, str] = {
     "ngram": "specdec.proposers.ngram:NgramProposer",
     "suffix": "specdec.proposers.suffix:SuffixProposer",
+    "draft_model": "specdec.proposers.draft_model:DraftModelProposer",
+    "early_exit": "specdec.proposers.early_exit:EarlyExitProposer",
 }
 
 

@@ -58,11 +58,11 @@ class Scenario:
 SCENARIOS = (
     Scenario("roomy"),
     Scenario("chunked", {"max_num_batched_tokens": 24}),
-    Scenario("preempting", {"num_blocks": 28}, _preempted),
+    Scenario("preempting", {"num_blocks": 23}, _preempted),
     Scenario("prefix_hits", {}, _hit, waves=2),
     Scenario("joining", {"max_num_batched_tokens": 24}, _hit, waves=3, steps_between=6),
     Scenario("overlapped", {"async_scheduling": True}),
-    Scenario("overlapped_preempting", {"async_scheduling": True, "num_blocks": 28}, _preempted),
+    Scenario("overlapped_preempting", {"async_scheduling": True, "num_blocks": 23}, _preempted),
 )
 
 
