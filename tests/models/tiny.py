@@ -96,7 +96,7 @@ def oracle_logits(oracle: Any, token_ids: list[int]) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def oracle_greedy(oracle: Any, token_ids: list[int], num_tokens: int, *, eos: int | None = None) -> list[int]:
+def oracle_greedy(oracle: Any, token_ids: list[int], num_tokens: int, *, eos: int | list[int] | None = None) -> list[int]:
     """What transformers' generate adds to a prompt; `eos` ends it and is kept."""
     prompt = torch.tensor([token_ids])
     settings = transformers.GenerationConfig(max_new_tokens=num_tokens, do_sample=False, eos_token_id=eos, pad_token_id=0)
