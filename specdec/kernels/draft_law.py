@@ -14,6 +14,7 @@ import triton.language as tl
 from specdec.kernels.checks import FLOATING, check
 
 BLOCK = 2048
+_INT = (torch.int64,)
 IDS_ARE_VOCABULARY, IDS_ARE_SHARED, IDS_ARE_PER_ROW = 0, 1, 2  # layouts of a draft law's support
 
 
@@ -118,20 +119,19 @@ def chain_inputs(
         ValueError: shapes, dtypes, devices or strides disagree, or ids without logits.
     """
     num_requests, num_drafts = draft_token_ids.shape
-    integer = (torch.int64,)
     rules = {
         "target_probs": (target_probs, tuple(target_probs.shape), (torch.float32,)),
-        "draft_token_ids": (draft_token_ids, (num_requests, num_drafts), integer),
+        "draft_token_ids": (draft_token_ids, (num_requests, num_drafts), _INT),
         "cu_num_logits": (cu_num_logits, (num_requests + 1,), (torch.int32,)),
-        "seed": (seed, (num_requests,), integer),
-        "position": (position, (num_requests,), integer),
+        "seed": (seed, (num_requests,), _INT),
+        "position": (position, (num_requests,), _INT),
     }
     if draft_logits is not None:
         rules["draft_logits"] = (draft_logits, (num_requests, num_drafts, draft_logits.shape[-1]), FLOATING)
     if draft_ids is not None:
         if draft_logits is None:
             raise ValueError("draft_ids was given without draft_logits: ids alone are no law, so pass both or neither")
-        rules["draft_ids"] = (draft_ids, tuple(draft_logits.shape[-draft_ids.dim() :]), integer)
+        rules["draft_ids"] = (draft_ids, tuple(draft_logits.shape[-draft_ids.dim() :]), _INT)
     if one_hot is not None:
         rules["one_hot"] = (one_hot, (num_requests,), (torch.bool,))
     if draft_logits is not None and draft_ids is None and draft_logits.shape[-1] != target_probs.shape[-1]:

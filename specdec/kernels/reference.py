@@ -131,7 +131,7 @@ def verify_coupled(
         target_token_ids: [L] int64, the target's sample at every row, drawn with noise keyed by (seed, position).
         draft_token_ids: [R, K] int64; INVALID_TOKEN is refused.
         parents: [R, K] int64, index of each draft's parent draft, -1 for a child of the anchor; None for chains.
-        max_depth: longest chain of drafts, the width of the result less one; K when None.
+        max_depth: the width of the result less one, at least the depth of the deepest draft; K when None.
     """
     width = draft_token_ids.shape[1] if max_depth is None else max_depth
     rows = []

@@ -66,7 +66,7 @@ def verify_coupled(
     parents: torch.Tensor | None = None,
     max_depth: int | None = None,
 ) -> Verified:
-    """As reference.verify_coupled. A chain deeper than max_depth is cut there."""
+    """As reference.verify_coupled."""
     num_requests, num_drafts = draft_token_ids.shape
     rules = {
         "draft_token_ids": (draft_token_ids, (num_requests, num_drafts), _INT),

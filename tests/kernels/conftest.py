@@ -1,7 +1,7 @@
 """How a test calls the Triton column: compiled where there is a CUDA device, else interpreted in a child process.
 
 Triton fixes at import time whether it compiles or interprets, for its own library too. A child that is started with
-TRITON_INTERPRET=1 therefore interprets, and this process never does, in whatever order the tests of a session run.
+TRITON_INTERPRET=1 therefore interprets, and this process never does, in whatever order tests run.
 """
 
 from __future__ import annotations
