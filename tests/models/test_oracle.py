@@ -81,7 +81,7 @@ def test_requests_share_steps_and_not_keys(case: Callable[[str], Case], name: st
         assert_equal(torch.cat(parts), oracle_logits(oracle, prompt))
 
 
-# sliding windows are left out: their rule for tree rows is the attention operator's (tests/kernels)
+# Sliding windows are left out: for tree rows the attention operator counts the window in slots, transformers in depths.
 TREE_CASES = [name for name in (*LEAN, *FALLBACK) if "window" not in name and not name.startswith("gemma2")]
 TREE = [(-1, 11), (-1, 12), (0, 13), (0, 14), (2, 15), (1, 16), (4, 17)]  # (parent node, token)
 
