@@ -257,6 +257,7 @@ REGISTRY: dict[str, str] = {
     "suffix": "specdec.proposers.suffix:SuffixProposer",
     "draft_model": "specdec.proposers.draft_model:DraftModelProposer",
     "early_exit": "specdec.proposers.early_exit:EarlyExitProposer",
+    "hybrid": "specdec.proposers.hybrid:HybridProposer",
 }
 
 
