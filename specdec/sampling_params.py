@@ -78,7 +78,9 @@ class SamplingParams:
         _require("top_p", self.top_p, 0 < self.top_p <= 1, "must be in (0, 1]")
         _require("top_k", self.top_k, self.top_k >= -1, "must be -1 or 0 (off) or positive")
         _require("min_p", self.min_p, 0 <= self.min_p <= 1, "must be in [0, 1]")
-        _require("repetition_penalty", self.repetition_penalty, isfinite(self.repetition_penalty) and self.repetition_penalty > 0, "must be > 0")
+        _require(
+            "repetition_penalty", self.repetition_penalty, isfinite(self.repetition_penalty) and self.repetition_penalty > 0, "must be > 0"
+        )
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _require(name, value, -2 <= value <= 2, "must be in [-2, 2]")
@@ -87,7 +89,9 @@ class SamplingParams:
         if self.max_tokens is not None:
             _require("min_tokens", self.min_tokens, self.min_tokens <= self.max_tokens, f"must not exceed max_tokens {self.max_tokens}")
         _require("logprobs", self.logprobs, self.logprobs is None or 0 <= self.logprobs <= 20, "must be in 0..20")
-        _require("prompt_logprobs", self.prompt_logprobs, self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "must be in 0..20")
+        _require(
+            "prompt_logprobs", self.prompt_logprobs, self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "must be in 0..20"
+        )
         _require("stop", self.stop, all(self.stop), "must not contain an empty string")
         for token_id, bias in self.logit_bias.items():
             _require(f"logit_bias[{token_id}]", bias, -100 <= bias <= 100, "must be in [-100, 100]")

@@ -46,7 +46,7 @@ REFERENCE: dict[str, str] = {
 CPU: dict[str, str] = (
     REFERENCE
     | {"target_law": "cpu.sampling:target_probs", "sample": "cpu.sampling:draw", "sample_logits": "cpu.sampling"}
-    | {"verify_coupled": "cpu.verification"}
+    | {"verify_coupled": "cpu.verification", "prepare_inputs": "cpu.state", "post_update": "cpu.state"}
     | dict.fromkeys(("rejection_sample", "block_verify", "fly", "typical"), "torch_chains")
     | dict.fromkeys(("store_kv", "paged_attention", "rms_norm", "add_rms_norm", "rotate", "silu_mul"), "cpu.layer_ops")
 )

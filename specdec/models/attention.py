@@ -6,6 +6,8 @@ Letters: R requests, N query rows, B blocks per request.
 
 from __future__ import annotations
 
+import math
+import mmap
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -36,11 +38,17 @@ class AttentionMetadata:
 def allocate_kv(num_layers: int, shape: tuple[int, int, int, int], *, dtype: torch.dtype, device: torch.device) -> list[KVPair]:
     """Allocate one (K, V) pair per layer; shape is [num_blocks, block_size, num_kv_heads, head_dim].
 
-    The rail is zeroed: a padding slot is read by nobody, but NaN bits in it would survive a masked product.
+    The cache is zeroed: a padding slot is read by nobody, but NaN bits in it would survive a masked product.
     """
-    return [
-        (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)) for _ in range(num_layers)
-    ]
+    return [(_zeros(shape, dtype, device), _zeros(shape, dtype, device)) for _ in range(num_layers)]
+
+
+def _zeros(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On a CPU the zero pages of an anonymous mapping: memory is taken only when a block is first written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * torch.empty(0, dtype=dtype).element_size()
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype).view(shape)
 
 
 def build_tree_mask(parents: list[list[int]], query_lens: list[int]) -> torch.Tensor:

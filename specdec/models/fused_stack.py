@@ -28,7 +28,9 @@ def can_fuse(layers: Sequence[DecoderLayer], shape: LayerShape) -> bool:
     if shape.head_dim % 64 or shape.head_dim > 512 or shape.intermediate_size % 32:
         return False
     linears = [x for layer in layers for x in (layer.attention.qkv, layer.attention.out, layer.gate_up, layer.down)]
-    return all(can_pack(x.weight) for x in linears) and all(x.bias is None for layer in layers for x in (layer.attention.out, layer.gate_up, layer.down))
+    return all(can_pack(x.weight) for x in linears) and all(
+        x.bias is None for layer in layers for x in (layer.attention.out, layer.gate_up, layer.down)
+    )
 
 
 class FusedStack:
@@ -53,7 +55,14 @@ class FusedStack:
         return bool(kv) and kv[0][0].shape[1] % ROWS == 0
 
     def run(
-        self, stream: torch.Tensor, positions: torch.Tensor, kv: Sequence[KVPair], meta: AttentionMetadata, *, taps: Collection[Any] = (), last: int | None = None
+        self,
+        stream: torch.Tensor,
+        positions: torch.Tensor,
+        kv: Sequence[KVPair],
+        meta: AttentionMetadata,
+        *,
+        taps: Collection[Any] = (),
+        last: int | None = None,
     ) -> tuple[torch.Tensor, dict[Any, torch.Tensor]]:
         """stream [N, H] -> (normed hidden [N, H] bf16, or the stream itself without a final norm; taps by layer number).
 
@@ -64,7 +73,11 @@ class FusedStack:
         rows.residual[:num_rows] = stream
         self._bind(kv)
         num_layers = len(self._layers) if last is None else last
-        tapped = {tap: torch.empty(num_rows, self.shape.hidden_size, dtype=torch.bfloat16) for tap in taps if isinstance(tap, int) and tap < num_layers}
+        tapped = {
+            tap: torch.empty(num_rows, self.shape.hidden_size, dtype=torch.bfloat16)
+            for tap in taps
+            if isinstance(tap, int) and tap < num_layers
+        }
         for index, row in enumerate(self._layers):
             row[table.TAP] = tapped[index].data_ptr() if index in tapped else 0
         out = torch.empty(num_rows, self.shape.hidden_size, dtype=torch.bfloat16)

@@ -10,7 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import functional as F  # noqa: N812 (the name everybody reads)
+from torch.nn import functional as F
 
 if TYPE_CHECKING:
     from specdec.kernels.cpu.amx_gemm import AmxWeight

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from specdec.config.methods import FINAL_NORM, Tap
 from specdec.errors import ConfigError
@@ -71,7 +71,16 @@ class LayerShape:
 class Attention:
     """Grouped-query attention with fused QKV, optional per-head q/k norms, optional sliding window."""
 
-    def __init__(self, shape: LayerShape, *, qkv: Linear, out: Linear, norms: tuple[torch.Tensor, torch.Tensor] | None, window: int | None, has_rope: bool) -> None:
+    def __init__(
+        self,
+        shape: LayerShape,
+        *,
+        qkv: Linear,
+        out: Linear,
+        norms: tuple[torch.Tensor, torch.Tensor] | None,
+        window: int | None,
+        has_rope: bool,
+    ) -> None:
         self.shape, self.qkv, self.out, self.norms, self.window, self.has_rope = shape, qkv, out, norms, window, has_rope
         self.ops = layer_ops(out.weight.device)
 
@@ -110,7 +119,9 @@ def attend(ops: Any, query: torch.Tensor, kv: KVPair, meta: AttentionMetadata, *
 class DecoderLayer:
     """Pre-norm attention and gated MLP; the residual stream travels beside the last sub-layer's output."""
 
-    def __init__(self, shape: LayerShape, *, attention: Attention, gate_up: Linear, down: Linear, norms: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def __init__(
+        self, shape: LayerShape, *, attention: Attention, gate_up: Linear, down: Linear, norms: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
         self.shape, self.attention, self.gate_up, self.down = shape, attention, gate_up, down
         self.input_norm, self.post_norm = norms
         self.ops = layer_ops(down.weight.device)
@@ -224,7 +235,9 @@ def fuse(layers: Sequence[DecoderLayer], shape: LayerShape, rotary: RotaryTable,
 class _LayerReader:
     """Reads and fuses the weights of one architecture; family differences are facts of the config, looked up here."""
 
-    def __init__(self, hf_config: Any, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, prefix: str = "model.layers.") -> None:
+    def __init__(
+        self, hf_config: Any, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, prefix: str = "model.layers."
+    ) -> None:
         self.config, self.checkpoint, self.dtype, self.device, self.prefix = hf_config, checkpoint, dtype, device, prefix
         self.shape = LayerShape.of(hf_config)
 
@@ -260,7 +273,9 @@ class _LayerReader:
         norms = None
         if f"{base}q_norm.weight" in self.checkpoint or self.config.model_type in _NORMED_QK:
             norms = (self.tensor(f"{base}q_norm.weight", (shape.head_dim,)), self.tensor(f"{base}k_norm.weight", (shape.head_dim,)))
-        return Attention(shape, qkv=qkv, out=out, norms=norms, window=layer_window(self.config, index), has_rope=layer_has_rope(self.config, index))
+        return Attention(
+            shape, qkv=qkv, out=out, norms=norms, window=layer_window(self.config, index), has_rope=layer_has_rope(self.config, index)
+        )
 
 
 def layer_window(hf_config: Any, index: int) -> int | None:
@@ -283,7 +298,9 @@ def layer_has_rope(hf_config: Any, index: int) -> bool:
 def is_lean(hf_config: Any) -> bool:
     """True when this file can serve the checkpoint; otherwise models/hf.py does."""
     architectures = getattr(hf_config, "architectures", None) or []
-    return bool(set(architectures) & ARCHITECTURES) and rope_parameters(hf_config)["rope_type"] in STATIC_ROPE_TYPES and _is_plain(hf_config)
+    return (
+        bool(set(architectures) & ARCHITECTURES) and rope_parameters(hf_config)["rope_type"] in STATIC_ROPE_TYPES and _is_plain(hf_config)
+    )
 
 
 def _is_plain(hf_config: Any) -> bool:

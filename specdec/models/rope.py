@@ -40,7 +40,9 @@ def _inverse_frequencies(hf_config: Any, head_dim: int) -> tuple[torch.Tensor, f
         steps = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         return 1.0 / (float(parameters["rope_theta"]) ** steps), 1.0
     if rope_type not in STATIC_ROPE_TYPES:
-        raise ConfigError(f"rope_type is {rope_type!r}, which the lean model does not know", hint=f"known are {', '.join(STATIC_ROPE_TYPES)}")
+        raise ConfigError(
+            f"rope_type is {rope_type!r}, which the lean model does not know", hint=f"known are {', '.join(STATIC_ROPE_TYPES)}"
+        )
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     inv_freq, scale = ROPE_INIT_FUNCTIONS[rope_type](hf_config, torch.device("cpu"))

@@ -62,7 +62,7 @@ class NgramProposer(BaseProposer):
             self._index[row] = NgramIndex(*self._bounds)
             self._index[row].extend(info.prompt_token_ids)
 
-    def release(self, rows: Sequence[int], outcomes: Sequence[Outcome]) -> None:  # noqa: ARG002 (nothing is learnt across requests)
+    def release(self, rows: Sequence[int], outcomes: Sequence[Outcome]) -> None:
         """Forget the rows."""
         for row in rows:
             self._index.pop(row, None)

@@ -1,6 +1,6 @@
 """post_update: writes a verified step into the persistent rows, and takes rejected rows back.
 
-Owns: the device half of the rollback (the host half is Request.commit). Reference: kernels/reference.py, post_update.
+Owns: the device half of the rollback (the host half is Request.commit). Reference: kernels/reference_state.py.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from specdec.kernels.dispatch import kernel
 from specdec.models.attention import KVPair
 from specdec.worker.input_batch import InputBatch, VerifyResult
 from specdec.worker.request_state import RequestState, RowInfo
@@ -16,15 +17,16 @@ from specdec.worker.request_state import RequestState, RowInfo
 
 def commit_rows(state: RequestState, infos: list[RowInfo], batch: InputBatch, verified: VerifyResult) -> None:
     """Append the emitted tokens, advance num_tokens by num_sampled and num_computed by query_len - num_rejected."""
-    rows = batch.rows
-    width = verified.token_ids.shape[1]
-    column = state.num_tokens[rows][:, None] + torch.arange(width, device=rows.device)[None]  # [R, D+1]
-    kept = torch.arange(width, device=rows.device)[None] < verified.num_sampled[:, None]
-    kept &= column < state.token_ids.shape[1]
-    owner = rows[:, None].expand_as(column)
-    state.token_ids[owner[kept], column[kept]] = verified.token_ids[kept].to(torch.int32)
-    state.num_tokens[rows] += verified.num_sampled
-    state.num_computed[rows] += batch.cu_query_lens[1:] - batch.cu_query_lens[:-1] - verified.num_rejected
+    kernel("post_update", state.device)(
+        batch.rows,
+        verified.token_ids,
+        num_sampled=verified.num_sampled,
+        num_rejected=verified.num_rejected,
+        cu_query_lens=batch.cu_query_lens,
+        token_ids=state.token_ids,
+        num_tokens=state.num_tokens,
+        num_computed_tokens=state.num_computed,
+    )
     counts = torch.stack((verified.num_sampled, verified.num_rejected)).tolist()
     for info, query_len, sampled, rejected in zip(infos, batch.query_lens_cpu, *counts, strict=True):
         info.num_tokens += sampled
@@ -53,18 +55,15 @@ def commit_target_tokens(state: RequestState, infos: list[RowInfo], rows: torch.
 
 def compact_kv(kv: Sequence[KVPair], batch: InputBatch, verified: VerifyResult) -> None:
     """Move the KV of kept tree nodes together behind their anchor; for a chain every row is in place already."""
-    sources, targets = [], []
-    first_logits = batch.cu_num_logits.tolist()
-    for request, (path, count) in enumerate(zip(verified.path.tolist(), verified.num_sampled.tolist(), strict=True)):
-        for depth in range(1, count):
-            if path[depth] != depth:
-                sources.append(first_logits[request] + path[depth])
-                targets.append(first_logits[request] + depth)
-    if not sources:
-        return
-    slots = batch.slot_mapping[batch.logits_indices]
-    read, write = slots[sources], slots[targets]
+    ends = batch.cu_query_lens[1:].long()
+    first_row = ends - (batch.cu_num_logits[1:] - batch.cu_num_logits[:-1])  # [R] query row of each anchor
+    move = kernel("compact_kv", batch.rows.device)
     for k_cache, v_cache in kv:
-        for cache in (k_cache, v_cache):
-            flat = cache.view(-1, *cache.shape[2:])
-            flat[write] = flat[read]
+        move(
+            k_cache,
+            v_cache,
+            path=verified.path,
+            num_sampled=verified.num_sampled,
+            first_row=first_row,
+            slot_mapping=batch.slot_mapping,
+        )

@@ -41,7 +41,9 @@ FAST = {"contract", "nsz", "reassoc", "arcp"}  # no `nnan`, `ninf`: a broken row
 ) = range(35)  # fmt: skip
 
 # Columns of the layer table (int64). Zero means absent.
-(W_QKV, W_OUT, W_GATE_UP, W_DOWN, INPUT_NORM, POST_NORM, K_CACHE, V_CACHE, QKV_BIAS, Q_NORM, K_NORM, WINDOW, HAS_ROPE, TAP, NUM_COLUMNS) = range(15)
+(W_QKV, W_OUT, W_GATE_UP, W_DOWN, INPUT_NORM, POST_NORM, K_CACHE, V_CACHE, QKV_BIAS, Q_NORM, K_NORM, WINDOW, HAS_ROPE, TAP, NUM_COLUMNS) = (
+    range(15)
+)
 
 _zero0, _zero1, _zero2, _zero3 = (tile_zero(i) for i in range(4))
 _load4, _load5, _load6 = tile_load(4), tile_load(5), tile_load(6)
@@ -228,7 +230,9 @@ def widen_values(a: np.ndarray, v_cache: int, table: int, kv_head: int, start: i
 
 
 @njit(fastmath=FAST)
-def mask_scores(a: np.ndarray, layer: np.ndarray, request: int, first_row: int, first: int, count: int, start: int, num_keys: int, scores: int) -> None:
+def mask_scores(
+    a: np.ndarray, layer: np.ndarray, request: int, first_row: int, first: int, count: int, start: int, num_keys: int, scores: int
+) -> None:
     """Scale scores to base 2 and hide what a query may not see: the future, other branches of a tree, keys behind the window."""
     group = a[NUM_HEADS] // a[NUM_KV_HEADS]
     starts = i64(a[QUERY_STARTS], request + 2)

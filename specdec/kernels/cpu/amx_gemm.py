@@ -227,4 +227,15 @@ class AmxWeight:
         )
 
 
-__all__ = ["ROWS", "TILE_BYTES", "AmxWeight", "can_pack", "gemm_blocks", "interleave", "pack_weight", "pointer", "share", "tile_config_bytes"]
+__all__ = [
+    "ROWS",
+    "TILE_BYTES",
+    "AmxWeight",
+    "can_pack",
+    "gemm_blocks",
+    "interleave",
+    "pack_weight",
+    "pointer",
+    "share",
+    "tile_config_bytes",
+]
