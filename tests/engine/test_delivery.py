@@ -19,6 +19,7 @@ def output(index: int, *, last: bool = False, trace: DraftTrace | None = None) -
         text=f"<{index}>",
         token_ids=(index,),
         logprobs=(TokenLogprobs(index, -0.5, 1),),
+        prompt_logprobs=(None,) if index == 0 else None,
         num_cached_tokens=7 if index == 0 else 0,
         finish_reason="stop" if last else None,
         stop_reason="!" if last else None,
@@ -33,6 +34,7 @@ def test_merging_keeps_order_first_facts_and_last_facts() -> None:
     assert merged.logprobs is not None
     assert [entry.token_id for entry in merged.logprobs] == [0, 1, 2]
     assert (merged.finish_reason, merged.stop_reason, merged.num_cached_tokens) == ("stop", "!", 7)
+    assert merged.prompt_logprobs == (None,)
     assert merged.stats is not None
     assert merged.stats.num_drafts == 3
 

@@ -134,3 +134,9 @@ def test_a_stop_that_began_before_arming_counts_when_it_completes_after() -> Non
     stops = StopStrings(("abc",), include=False)
     assert stops.feed("xab", armed=False) == ("x", None)
     assert stops.feed("c", armed=True) == ("", "abc")
+
+
+@pytest.mark.parametrize(("stops", "shown", "found"), [(("abcd", "bc"), "xa", "bc"), (("c", "bc"), "xa", "bc"), (("d", "a"), "x", "a")])
+def test_of_stops_in_one_piece_the_first_to_end_wins_and_the_longer_on_a_tie(stops: tuple[str, ...], shown: str, found: str) -> None:
+    for order in (stops, stops[::-1]):
+        assert StopStrings(order, include=False).feed("xabcd", armed=True) == (shown, found)
