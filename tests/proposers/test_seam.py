@@ -149,3 +149,23 @@ def test_released_rows_report_their_outcomes(target_path: Path) -> None:
     assert outcomes[1, 2, 3].tenant == "t1"
     assert outcomes[6, 7].reason == "abort"
     assert list(outcomes[6, 7].output_token_ids) == kept
+
+
+def test_the_audit_sees_a_prefix_hit_whose_next_token_differs(target_path: Path) -> None:
+    """A drafter whose KV reads one token ahead needs hashes that cover it: without prefill_lookahead the audit must fail."""
+    text = list(range(4 * BLOCK_SIZE))
+    first, second = [*text, 60, 61, 62], [*text, 70, 71, 72]
+    for ahead in (1, 0):
+        proposer = seam.ExtendOnlyProposer(ahead=1)
+        proposer.traits = seam.traits(2, kv=proposer.traits.kv, lookahead=2, prefill_lookahead=ahead)
+        running = start(resolved_for(target_path, traits=proposer.traits), lambda _, p=proposer: p)
+        running.add([request("a", first, max_tokens=4)])
+        while running.core.has_work:
+            running.step()
+        running.add([request("b", second, max_tokens=4)])
+        if ahead:
+            running.finish()
+            assert running.num_cached_tokens["b"] == 3 * BLOCK_SIZE
+        else:
+            with pytest.raises(AssertionError, match="hole in the draft KV of b"):
+                running.finish()
