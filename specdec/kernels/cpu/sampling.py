@@ -1,99 +1,92 @@
-"""The CPU column of sampling: a row's processed law and its inverse-CDF draw, vectorised, without sorting a row.
+"""The CPU column of sampling: a row's processed law and its inverse-CDF draw, without sorting a row.
 
-Semantics: kernels/reference.py, target_law and sample_logits. Letters: L logits rows, V vocabulary.
+Owns: filling the call table of sampling_rows.py, and the choice of torch_sampling.py where that cannot be compiled or the logits
+are not float32 rows. Semantics: kernels/reference.py, target_law and sample_logits. Letters: L logits rows, V vocabulary.
 """
 
 from __future__ import annotations
 
+from functools import cache
+from types import ModuleType
+
+import numpy as np
 import torch
 
-GREEDY_TEMPERATURE = 1e-5
-HEAD = 256  # candidates looked at before a whole row is sorted; nuclei are rarely larger
+from specdec.kernels.cpu import team, torch_sampling
+
+draw = torch_sampling.draw
 
 
 def target_probs(
     logits: torch.Tensor, *, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
     """Return the law [L, V] float32 of plain sampling, greedy rows one-hot. A cut that no row asks for costs nothing."""
-    greedy = temperature < GREEDY_TEMPERATURE
-    scaled = torch.nan_to_num(logits, nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf) / torch.where(greedy, 1.0, temperature)[:, None]
-    if bool((top_k > 0).any()):
-        _cut_top_k(scaled, top_k)
-    probs = scaled.softmax(-1).nan_to_num_(0.0)  # a row without a finite logit has no mass
-    if bool((min_p > 0).any()):
-        probs = torch.where(probs >= min_p[:, None] * probs.amax(-1, keepdim=True), probs, 0.0)
-        probs /= probs.sum(-1, keepdim=True)
-    if bool((top_p < 1).any()):
-        probs = torch.where(probs >= _top_p_threshold(probs, top_p)[:, None], probs, 0.0)
-        probs /= probs.sum(-1, keepdim=True)
-    probs = probs.nan_to_num_(0.0)
-    if bool(greedy.any()):
-        probs[greedy] = _one_hot(logits[greedy])
-    return probs
-
-
-def draw(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """Return the inverse CDF of probs [L, V] at u [L], in id order; -1 for a row without mass."""
-    cumulative = probs.cumsum(-1)
-    total = cumulative[:, -1:]
-    ids = torch.searchsorted(cumulative, (u[:, None] * total), right=True).squeeze(-1)
-    ids = torch.where(ids < probs.shape[1], ids, _last_positive(probs))
-    return torch.where(total.squeeze(-1) > 0, ids, -1)
+    rows = _compiled_for(logits)
+    if rows is None:
+        return torch_sampling.target_probs(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    laws = torch.empty(logits.shape, dtype=torch.float32)
+    _run(rows, logits, laws=laws, ids=None, u=None, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    return laws
 
 
 def sample_logits(
     logits: torch.Tensor, u: torch.Tensor, *, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
     """Draw one id per row of logits [L, V]; greedy rows take the lowest id of the largest logit, -1 where none is finite."""
-    greedy = temperature < GREEDY_TEMPERATURE
-    if bool(greedy.all()):
-        return argmax(logits)
-    return draw(target_probs(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p), u)
+    rows = _compiled_for(logits)
+    if rows is None:
+        return torch_sampling.sample_logits(logits, u, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    ids = torch.empty(logits.shape[0], dtype=torch.int64)
+    _run(rows, logits, laws=None, ids=ids, u=u, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    return ids
 
 
-def argmax(logits: torch.Tensor) -> torch.Tensor:
-    """Lowest id of the largest finite logit of each row, -1 where there is none."""
-    top, ids = logits.max(-1)
-    if bool(torch.isfinite(top).all()):
-        return ids
-    clean = torch.nan_to_num(logits, nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
-    top, ids = clean.max(-1)
-    return torch.where(top > -torch.inf, ids, -1)
+@cache
+def _compiled() -> ModuleType | None:
+    """The compiled rows; None without an OpenMP runtime to run them on."""
+    if not team.register_symbols():
+        return None
+    from specdec.kernels.cpu import sampling_rows  # compiles, or reads numba's cache, on first use
+
+    return sampling_rows
 
 
-def _one_hot(logits: torch.Tensor) -> torch.Tensor:
-    ids = argmax(logits)
-    return torch.zeros_like(logits).scatter_(1, ids.clamp(min=0)[:, None], (ids >= 0).to(logits.dtype)[:, None])
+def _compiled_for(logits: torch.Tensor) -> ModuleType | None:
+    fits = logits.dtype == torch.float32 and logits.numel() > 0 and logits.stride(1) == 1
+    return _compiled() if fits else None
 
 
-def _cut_top_k(scaled: torch.Tensor, top_k: torch.Tensor) -> None:
-    """Put -inf below the k-th largest value of each row that asks for it; ties at the border stay."""
-    vocab = scaled.shape[1]
-    asked = ((top_k > 0) & (top_k < vocab)).nonzero().squeeze(-1)
-    if len(asked) == 0:
-        return
-    rows = scaled[asked]
-    depth = top_k[asked]
-    border = rows.topk(int(depth.max()), dim=-1).values.gather(1, depth[:, None] - 1)
-    scaled[asked] = torch.where(rows >= border, rows, -torch.inf)
+def _run(
+    rows: ModuleType,
+    logits: torch.Tensor,
+    *,
+    laws: torch.Tensor | None,
+    ids: torch.Tensor | None,
+    u: torch.Tensor | None,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+) -> None:
+    num_rows, vocab = logits.shape
+    num_threads = torch.get_num_threads() if num_rows > 1 else 1
+    floats = [tensor.to(torch.float32).contiguous() for tensor in (temperature, top_p, min_p)]
+    noise = floats[0] if u is None else u.to(torch.float32).contiguous()
+    limits = top_k.to(torch.int64).contiguous()
+    _check_lengths(num_rows, temperature=floats[0], top_p=floats[1], min_p=floats[2], u=noise, top_k=limits)
+    scratch = torch.empty((num_threads, vocab), dtype=torch.float32)
+    table = np.zeros(rows.NUM_SLOTS, dtype=np.int64)
+    table[rows.LOGITS], table[rows.ROW_STRIDE] = logits.data_ptr(), logits.stride(0)
+    table[rows.NUM_ROWS], table[rows.VOCAB], table[rows.NUM_THREADS] = num_rows, vocab, num_threads
+    table[rows.NOISE], table[rows.TOP_K] = noise.data_ptr(), limits.data_ptr()
+    table[rows.TEMPERATURE], table[rows.TOP_P], table[rows.MIN_P] = (tensor.data_ptr() for tensor in floats)
+    table[rows.SCRATCH] = scratch.data_ptr()
+    table[rows.IDS] = 0 if ids is None else ids.data_ptr()
+    table[rows.LAWS] = 0 if laws is None else laws.data_ptr()
+    team.run(rows.rows_entry.address, table.ctypes.data, num_threads)
 
 
-def _top_p_threshold(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """[L]: the largest t such that the mass of {p >= t} reaches top_p; 0 where everything stays."""
-    width = min(HEAD, probs.shape[1])
-    threshold = torch.zeros_like(top_p)
-    head = probs.topk(width, dim=-1).values
-    mass = head.cumsum(-1)
-    reached = mass[:, -1] >= top_p
-    first = torch.searchsorted(mass, top_p[:, None]).squeeze(-1).clamp(max=width - 1)
-    threshold = torch.where(reached, head.gather(1, first[:, None]).squeeze(-1), threshold)
-    for row in ((~reached) & (top_p < 1)).nonzero().squeeze(-1).tolist():
-        ordered = probs[row].sort(descending=True).values
-        index = int(torch.searchsorted(ordered.cumsum(0), top_p[row]))
-        threshold[row] = ordered[min(index, len(ordered) - 1)]
-    return torch.where(top_p < 1, threshold, 0.0)
-
-
-def _last_positive(probs: torch.Tensor) -> torch.Tensor:
-    """Highest id with mass in each row: where rounding lets u reach the end of the CDF."""
-    return probs.shape[1] - 1 - (probs.flip(-1) > 0).to(torch.uint8).argmax(-1)
+def _check_lengths(num_rows: int, **tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.shape != (num_rows,):
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, but there are {num_rows} rows: give one entry per row")
