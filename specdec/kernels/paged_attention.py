@@ -24,15 +24,20 @@ MAX_SHARES = 16
 
 @triton.jit
 def attend_keys(
-    q, j, is_row, tree_row_ptr, k_ptr, v_ptr, block_row_ptr, begin, end, context, block_stride, slot_stride, scale, window, BLOCK_SIZE, D,
+    q, j, is_row, tree_row_ptr, depth_ptr, k_ptr, v_ptr, block_row_ptr, begin, end, context, block_stride, slot_stride, scale, window,
+    BLOCK_SIZE, D,
     IS_CAUSAL: tl.constexpr, HAS_TREE: tl.constexpr, HAS_WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """(sum of weighted values, largest score, sum of weights) of a tile of query rows over keys begin .. end-1.
 
-    q [BLOCK_M, BLOCK_D]; j [BLOCK_M] index of each row inside its query; tree_row_ptr [BLOCK_M] its row of the tree mask.
+    q [BLOCK_M, BLOCK_D]; j [BLOCK_M] index of each row inside its query; tree_row_ptr [BLOCK_M] its row of the tree mask;
+    depth_ptr: depths of the request's query rows, read where both a tree and a window are given.
     """
     d = tl.arange(0, BLOCK_D)
+    place = context + j
+    if HAS_TREE and HAS_WINDOW:
+        place = context + tl.load(depth_ptr + j, mask=is_row, other=0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -51,7 +56,10 @@ def attend_keys(
         elif IS_CAUSAL:
             visible = visible & (at[None, :] <= context + j[:, None])
         if HAS_WINDOW:
-            visible = visible & (at[None, :] > context + j[:, None] - window)
+            key_place = at
+            if HAS_TREE:
+                key_place = tl.where(at < context, at, context + tl.load(depth_ptr + at - context, mask=inside & (at >= context), other=0))
+            visible = visible & (key_place[None, :] > place[:, None] - window)
         scores = tl.where(visible, scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, axis=1))
         base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen no key yet
@@ -66,7 +74,7 @@ def attend_keys(
 
 @triton.jit
 def _paged_attention_kernel(
-    q_ptr, k_cache_ptr, v_cache_ptr, tree_ptr, cu_query_lens_ptr, seq_lens_ptr, block_table_ptr, out_ptr,
+    q_ptr, k_cache_ptr, v_cache_ptr, tree_ptr, depth_ptr, cu_query_lens_ptr, seq_lens_ptr, block_table_ptr, out_ptr,
     q_row_stride, q_head_stride, tree_stride, block_stride, slot_stride, scale, window, HQ, B, BLOCK_SIZE, D,
     GROUP: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_TREE: tl.constexpr, HAS_WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -93,9 +101,10 @@ def _paged_attention_kernel(
             end = tl.minimum(seq_len, context + tile + BLOCK_M // GROUP)
         begin = tile * 0
         if HAS_WINDOW:
-            begin = tl.maximum(context + tile - window + 1, 0) // BLOCK_N * BLOCK_N
+            first_depth = tile if not HAS_TREE else tile * 0  # rows of a tree lie at any depth
+            begin = tl.maximum(context + first_depth - window + 1, 0) // BLOCK_N * BLOCK_N
         acc, _, total = attend_keys(
-            q, j, is_row, tree_ptr + row * tree_stride, k_cache_ptr + kv_head * D, v_cache_ptr + kv_head * D,
+            q, j, is_row, tree_ptr + row * tree_stride, depth_ptr + first_row, k_cache_ptr + kv_head * D, v_cache_ptr + kv_head * D,
             block_table_ptr + request.to(tl.int64) * B, begin, end, context, block_stride, slot_stride, scale, window, BLOCK_SIZE, D,
             IS_CAUSAL, HAS_TREE, HAS_WINDOW, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
@@ -105,7 +114,7 @@ def _paged_attention_kernel(
 
 @triton.jit
 def _attention_share_kernel(
-    q_ptr, k_cache_ptr, v_cache_ptr, tree_ptr, cu_query_lens_ptr, seq_lens_ptr, block_table_ptr, acc_ptr, peak_ptr, total_ptr,
+    q_ptr, k_cache_ptr, v_cache_ptr, tree_ptr, depth_ptr, cu_query_lens_ptr, seq_lens_ptr, block_table_ptr, acc_ptr, peak_ptr, total_ptr,
     q_row_stride, q_head_stride, tree_stride, block_stride, slot_stride, scale, window, N, HQ, B, BLOCK_SIZE, D, TILES,
     GROUP: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_TREE: tl.constexpr, HAS_WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SHARES: tl.constexpr,
@@ -130,7 +139,7 @@ def _attention_share_kernel(
         per_share = tl.cdiv(tl.cdiv(seq_len, SHARES), BLOCK_N) * BLOCK_N
         begin = share * per_share
         acc, peak, total = attend_keys(
-            q, j, is_row, tree_ptr + row * tree_stride, k_cache_ptr + kv_head * D, v_cache_ptr + kv_head * D,
+            q, j, is_row, tree_ptr + row * tree_stride, depth_ptr + first_row, k_cache_ptr + kv_head * D, v_cache_ptr + kv_head * D,
             block_table_ptr + request.to(tl.int64) * B, begin, tl.minimum(seq_len, begin + per_share), seq_len - query_len,
             block_stride, slot_stride, scale, window, BLOCK_SIZE, D, IS_CAUSAL, HAS_TREE, HAS_WINDOW, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
@@ -221,7 +230,8 @@ def shared_attention(
     shape = _tile(num_heads // k_cache.shape[2], max(query_lens), head_dim)
     tiles = triton.cdiv(max(query_lens), shape.rows)
     tree = block_table if tree_mask is None else tree_mask.view(torch.uint8)
-    inputs = (query, k_cache, v_cache, tree, cu_query_lens, lengths, block_table)
+    depths = cu_query_lens if tree_mask is None or window is None else tree_mask.sum(-1, dtype=torch.int32) - 1
+    inputs = (query, k_cache, v_cache, tree, depths, cu_query_lens, lengths, block_table)
     strides = (query.stride(0), query.stride(1), 0 if tree_mask is None else tree_mask.stride(0), block_stride, slot_stride)
     constants = {
         "GROUP": num_heads // k_cache.shape[2], "IS_CAUSAL": is_causal, "HAS_TREE": tree_mask is not None,

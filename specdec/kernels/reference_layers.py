@@ -65,8 +65,10 @@ def paged_attention(
         block_table: [R, B] int32. scale multiplies the scores. Query head h reads KV head h // (Hq / Hkv).
         is_causal: a row sees keys up to its own; False: all keys of the request (block drafters).
         tree_mask: [N, Q] bool, Q >= the longest query. Row n sees all of the context and, inside the query, exactly
-            the rows j with tree_mask[n, j]; is_causal is then not read.
-        window: a row sees only the last `window` positions up to its own; None for all.
+            the rows j with tree_mask[n, j], its ancestors and itself; is_causal is then not read. Columns past the
+            request's own query are False.
+        window: a row sees only the last `window` positions up to its own; None for all. In a tree a row's position is the
+            context plus its number of ancestors, wherever its slot lies.
     """
     out = torch.empty_like(query)
     group = query.shape[1] // k_cache.shape[2]
@@ -80,12 +82,20 @@ def paged_attention(
             row = start + j
             visible = _visible(j, query_len, seq_len, is_causal=is_causal, tree_row=None if tree_mask is None else tree_mask[row])
             if window is not None:
-                visible = [at for at in visible if at > seq_len - query_len + j - window]
+                places = _places(query_len, seq_len, None if tree_mask is None else tree_mask[start : start + query_len])
+                visible = [at for at in visible if places[at] > places[seq_len - query_len + j] - window]
             for head in range(query.shape[1]):
                 scores = keys[visible, head // group] @ query[row, head].double() * scale
                 out[row, head] = (torch.softmax(scores, dim=0) @ values[visible, head // group]).to(query.dtype)
         start += query_len
     return out
+
+
+def _places(query_len: int, seq_len: int, tree: torch.Tensor | None) -> list[int]:
+    """The position in the text of each key of a request: its index, but for tree rows the context plus their depth."""
+    context = seq_len - query_len
+    depths = range(query_len) if tree is None else [int(row.sum()) - 1 for row in tree]
+    return [*range(context), *(context + depth for depth in depths)]
 
 
 def _visible(j: int, query_len: int, seq_len: int, *, is_causal: bool, tree_row: torch.Tensor | None) -> list[int]:

@@ -136,12 +136,26 @@ def test_trees_attend_to_ancestors_only(triton_call: Call, reference_call: Call)
     assert not torch.allclose(chain[3], tree[3])
 
 
+@pytest.mark.parametrize("window", [1, 2, 4])
+def test_a_window_over_a_tree_counts_depths(triton_call: Call, reference_call: Call, window: int) -> None:
+    """Row 4 (child of 2) stands two past the anchor: with a window of 2 it sees itself and row 2, with 4 one context key too."""
+    given = attention_case((5, 3), (70, 9), heads=(6, 2), dim=16, seed=6) | {"tree_mask": tree_mask(), "window": window}
+    assert_attends_alike(triton_call, reference_call, given)
+    one_key = reference_call("paged_attention", **given)
+    for key, is_seen in ((64, window > 3), (65, window > 2), (67, window > 1), (69, True)):
+        changed = given | {"v_cache": given["v_cache"].clone()}
+        changed["v_cache"][int(given["block_table"][0, key // 4]), key % 4] += 50.0
+        assert bool((reference_call("paged_attention", **changed)[4] - one_key[4]).abs().max() > 1e-3) == is_seen, key
+
+
 @pytest.mark.parametrize("num_shares", [2, 8])
-@pytest.mark.parametrize("option", ["plain", "tree", "window"])
+@pytest.mark.parametrize("option", ["plain", "tree", "window", "tree and window"])
 def test_shares_of_the_keys_add_up(triton_call: Call, reference_call: Call, num_shares: int, option: str) -> None:
     """More shares than key blocks leave some empty; a window leaves early ones without a visible key."""
     given = attention_case((5, 3), (300, 9), heads=(6, 2), dim=16, seed=7)
-    given |= {"plain": {}, "tree": {"tree_mask": tree_mask()}, "window": {"window": 6}}[option]
+    given |= {"plain": {}, "tree": {"tree_mask": tree_mask()}, "window": {"window": 6}, "tree and window": {"tree_mask": tree_mask(), "window": 2}}[
+        option
+    ]
     assert_attends_alike(triton_call, reference_call, given, "paged_attention:shared_attention", num_shares=num_shares)
 
 
@@ -157,7 +171,7 @@ def test_attention_is_what_torch_computes(reference_call: Call) -> None:
 def test_the_cpu_column_attends_alike(reference_call: Call) -> None:
     from specdec.kernels.dispatch import load
 
-    for option in ({}, {"is_causal": False}, {"window": 5}, {"tree_mask": tree_mask()}):
+    for option in ({}, {"is_causal": False}, {"window": 5}, {"tree_mask": tree_mask()}, {"tree_mask": tree_mask(), "window": 2}):
         given = attention_case((5, 3), (70, 9), heads=(6, 2), dim=16, seed=9) | option
         ours, expected = load("paged_attention", "cpu")(**given), reference_call("paged_attention", **given)
         assert torch.allclose(ours, expected, **TOLERANCE[torch.float32]), option

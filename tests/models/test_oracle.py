@@ -81,12 +81,10 @@ def test_requests_share_steps_and_not_keys(case: Callable[[str], Case], name: st
         assert_equal(torch.cat(parts), oracle_logits(oracle, prompt))
 
 
-# Sliding windows are left out: for tree rows the attention operator counts the window in slots, transformers in depths.
-TREE_CASES = [name for name in (*LEAN, *FALLBACK) if "window" not in name and not name.startswith("gemma2")]
 TREE = [(-1, 11), (-1, 12), (0, 13), (0, 14), (2, 15), (1, 16), (4, 17)]  # (parent node, token)
 
 
-@pytest.mark.parametrize("name", TREE_CASES)
+@pytest.mark.parametrize("name", [*LEAN, *FALLBACK])
 def test_a_tree_row_sees_its_branch_alone(case: Callable[[str], Case], name: str) -> None:
     model, oracle = case(name)
     prompts = {0: random_prompt(10, seed=5), 1: random_prompt(6, seed=6)}

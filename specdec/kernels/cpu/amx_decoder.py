@@ -240,19 +240,24 @@ def mask_scores(
     context = i64(a[SEQ_LENS], request + 1)[request] - query_len
     scale = LOG2E / np.float32(np.sqrt(np.float32(a[HEAD_DIM])))
     s = f32(scores, CHUNK * 16)
+    places = i64(a[POSITIONS] + first_row * 8, query_len)
     for i in range(num_keys * 16):
         s[i] *= scale
     if start + num_keys <= context and layer[WINDOW] == 0:
         return
     for j in range(count):
         offset = (first + j) // group
+        place = offset if a[TREE] == 0 else places[offset] - places[0]  # a tree row stands at its depth, not at its slot
         for t in range(num_keys):
             token = start + t
             hidden = a[IS_CAUSAL] != 0 and token > context + offset
             if a[TREE] != 0 and token >= context:
                 hidden = carray(pointer(a[TREE] + (first_row + offset) * a[TREE_STRIDE]), (query_len,), np.uint8)[token - context] == 0
-            if layer[WINDOW] != 0 and token <= context + offset - layer[WINDOW]:
-                hidden = True
+            if layer[WINDOW] != 0:
+                key_place = token - context
+                if a[TREE] != 0 and token >= context:
+                    key_place = places[token - context] - places[0]
+                hidden = hidden or key_place <= place - layer[WINDOW]
             if hidden:
                 s[t * 16 + j] = NEVER
 
@@ -288,7 +293,8 @@ def attend_item(a: np.ndarray, layer: np.ndarray, request: int, kv_head: int, fi
     end = seq_len if a[IS_CAUSAL] == 0 or a[TREE] != 0 else context + (first + count - 1) // group + 1
     begin = 0
     if layer[WINDOW] != 0:
-        begin = max(context + first // group - layer[WINDOW] + 1, 0) // CHUNK * CHUNK
+        offset = first // group if a[TREE] == 0 else 0
+        begin = max(context + offset - layer[WINDOW] + 1, 0) // CHUNK * CHUNK
     table = a[BLOCK_TABLE] + request * a[TABLE_STRIDE] * 4
     queries, scores = scratch, scratch + 32 * 1024
     largest, total, rescale = scores + CHUNK * 64, scores + CHUNK * 64 + 64, scores + CHUNK * 64 + 128

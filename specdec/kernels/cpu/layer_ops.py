@@ -58,7 +58,7 @@ def paged_attention(
     """Attend query [N, Hq, Dh] to each request's cached keys; returns [N, Hq, Dh].
 
     The query rows of a request are the last query_len positions of its sequence. tree_mask [N, Q] replaces causality
-    inside the query; window keeps the last `window` positions only.
+    inside the query; window keeps the last `window` positions only, which are counted by depth in a tree.
     """
     out = torch.empty_like(query)
     block_size = k_cache.shape[1]
@@ -104,5 +104,8 @@ def _mask(query_len: int, seq_len: int, *, is_causal: bool, tree: torch.Tensor |
     if tree is not None:
         mask[:, context:] = tree
     if window is not None:
+        if tree is not None:
+            position = context + tree.sum(-1, keepdim=True) - 1  # the anchor's plus the depth, wherever the slot lies
+            key = torch.cat((key[:, :context], position.T), dim=1)
         mask &= key > position - window
     return mask
