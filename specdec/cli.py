@@ -1,4 +1,4 @@
-"""The command line: serve, chat, bench, doctor. Every import that costs time happens inside its subcommand.
+"""The command line: serve, chat, bench, estimate, doctor. Every import that costs time happens inside its subcommand.
 
 Owns: names, groups and help of the options, and how errors are shown. Must not know: what the engine does with them.
 """
@@ -246,6 +246,22 @@ def bench(
     run_and_print(url, load, api_key=api_key)
 
 
+@app.command(name="estimate")
+def estimate_command(
+    alpha: Annotated[float, typer.Option(help="Acceptance rate of one draft, in [0, 1].")] = 0.8,
+    k: Annotated[int, typer.Option("--k", help="Drafts per target pass.")] = 4,
+    cost: Annotated[float, typer.Option(help="Time of one draft over that of one target step.")] = 0.1,
+    alphas: Annotated[str, typer.Option(help="Rows of the table: 0.5,0.6 or first:last:step.")] = "0.5:0.9:0.1",
+    costs: Annotated[str, typer.Option(help="Columns of the table, written the same way.")] = "0.02,0.05,0.1,0.33",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+) -> None:
+    """Say what speculation gains on paper: tokens per pass, speedup, best number of drafts, and a table."""
+    from specdec.tools.estimate import estimate, read_numbers, run_and_print
+
+    point = estimate(alpha, k, cost)
+    run_and_print(point, alphas=read_numbers(alphas, "--alphas"), costs=read_numbers(costs, "--costs"), as_json=as_json)
+
+
 def _show(message: str, hint: str | None) -> None:
     sys.stderr.write(SpecdecError(message, hint=hint).render() + "\n")
 
@@ -272,7 +288,7 @@ def _run(argv: Sequence[str]) -> int:
         return 130
 
 
-COMMANDS = ("serve", "chat", "doctor", "bench")
+COMMANDS = ("serve", "chat", "doctor", "bench", "estimate")
 
 
 def main() -> None:
