@@ -101,10 +101,12 @@ class FusedStack:
         tree = None if meta.tree_mask is None else meta.tree_mask.contiguous()
         positions, slots = positions.contiguous(), meta.slot_mapping.contiguous()
         call[:] = (
-            rows.num_threads, num_rows, num_layers, shape.hidden_size, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.intermediate_size,
+            rows.num_threads, num_rows, num_layers,
+            shape.hidden_size, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.intermediate_size,
             rows.residual.data_ptr(), rows.normed.data_ptr(), rows.qkv.data_ptr(), rows.query.data_ptr(), rows.attended.data_ptr(),
             rows.activation.data_ptr(), self.rotary.cos.data_ptr(), self.rotary.sin.data_ptr(), positions.data_ptr(), slots.data_ptr(),
-            len(meta.query_lens_cpu), starts.data_ptr(), seq_lens.data_ptr(), block_table.data_ptr(), block_table.shape[1], self._block_size,
+            len(meta.query_lens_cpu), starts.data_ptr(), seq_lens.data_ptr(),
+            block_table.data_ptr(), block_table.shape[1], self._block_size,
             0 if tree is None else tree.data_ptr(), 0 if tree is None else tree.shape[1], int(meta.is_causal),
             rows.scratch.data_ptr(), rows.scratch.shape[1], self._config.ctypes.data, self._layers.ctypes.data, self._eps.ctypes.data,
             0 if self._final_norm is None else self._final_norm.data_ptr(), out.data_ptr(),

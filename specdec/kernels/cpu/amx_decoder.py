@@ -54,27 +54,32 @@ _dot046 = tile_dot(0, 4, 6)
 
 @njit(inline="always")
 def f32(address: int, count: int) -> np.ndarray:
+    """float32 array at an address."""
     return carray(pointer(address), (count,), np.float32)
 
 
 @njit(inline="always")
 def u16(address: int, count: int) -> np.ndarray:
+    """uint16 (bf16 bits) array at an address."""
     return carray(pointer(address), (count,), np.uint16)
 
 
 @njit(inline="always")
 def i64(address: int, count: int) -> np.ndarray:
+    """int64 array at an address."""
     return carray(pointer(address), (count,), np.int64)
 
 
 @njit(inline="always")
 def to_bf16(value: float) -> int:
+    """Round to the nearest bf16, ties to even; returns its bits."""
     bits = bits_of(value)
     return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 
 
 @njit(inline="always")
 def from_bf16(value: int) -> float:
+    """Widen bf16 bits."""
     return float_of(np.uint32(value) << np.uint32(16))
 
 
@@ -341,6 +346,7 @@ def attend(a: np.ndarray, layer: np.ndarray, thread: int, scratch: int) -> None:
 
 @njit
 def norm_rows(a: np.ndarray, weight: int, out: int, thread: int, eps: float) -> None:
+    """RMS norm of the thread\'s rows of the residual stream, as bf16."""
     for row in range(thread, a[NUM_ROWS], a[NUM_THREADS]):
         rms_norm_row(a[RESIDUAL] + row * a[HIDDEN] * 4, weight, out + row * a[HIDDEN] * 2, a[HIDDEN], eps)
 

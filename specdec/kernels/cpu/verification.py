@@ -5,6 +5,8 @@ Semantics: kernels/reference.py, verify_coupled. Letters: R requests, L logits r
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 from specdec.kernels.verified import INVALID_TOKEN, Verified
@@ -24,7 +26,7 @@ def verify_coupled(
     trees = None if parents is None else parents.tolist()
     width = draft_token_ids.shape[1] if max_depth is None else max_depth
     emitted, paths, counts = [], [], []
-    for request, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for request, (start, end) in enumerate(pairwise(bounds)):
         rows, nodes = targets[start:end], drafts[request][: max(end - start - 1, 0)]
         tokens, path = _follow_chain(rows, nodes) if trees is None else _follow_tree(rows, nodes, trees[request])
         if INVALID_TOKEN in tokens:
