@@ -94,6 +94,7 @@ class OutputProcessor:
         num_accepted = min(commit.num_accepted, kept.num_tokens)
         if kept.num_tokens:
             self._count(text, commit, num_accepted=num_accepted)
+            text.stats.is_lossy |= result.is_lossy
             self._observe_tokens(text, kept.num_tokens, num_cached_tokens=commit.num_cached_tokens, now_s=now_s)
         tail = "" if kept.stop is not None or reason is None else self._flush(text)
         output = EngineOutput(

@@ -40,6 +40,7 @@ class SpecDecodeRequestStats:
     num_verified_tokens: int = 0
     num_steps: int = 0  # target passes that emitted for this request
     accepted_per_pos: list[int] = field(default_factory=list)
+    is_lossy: bool = False  # drafts were verified by a rule that does not keep the target's law
     by_source: dict[str, list[int]] = field(default_factory=dict)  # source -> [draft tokens, accepted tokens]
 
 

@@ -99,6 +99,7 @@ class RequestOutput:
     num_target_tokens: tokens at their end that the drafting pass drew from the target's law; each was computed by that pass.
     num_drafts: drafts tested. num_invalid: drafts the grammar refused before the test (not counted as proposed).
     num_next: drafts waiting for the next step. source: who drafted the tested ones ("" when none).
+    is_lossy: a rule that does not keep the target's law tested drafts here.
     error: the request cannot continue (for example no finite logit); it is finished as "error".
     """
 
@@ -108,6 +109,7 @@ class RequestOutput:
     num_next: int = 0
     num_target_tokens: int = 0
     source: str = ""
+    is_lossy: bool = False
     draft_token_ids: tuple[int, ...] = ()  # the tested drafts, only where the request asked to see them
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # rows of this chunk

@@ -102,7 +102,7 @@ def _choice(index: int, choice: Collected, body: ChatBody, ctx: ServerContext) -
 
 def _usage(job: Job, num_tokens: int, choices: Sequence[Collected]) -> dict[str, Any]:
     cached = cached_tokens(choices, per_prompt=job.per_prompt)
-    return usage(num_prompt_tokens=job.num_prompt_tokens, num_completion_tokens=num_tokens, num_cached_tokens=cached)
+    return usage(num_prompt_tokens=job.num_prompt_tokens, num_completion_tokens=num_tokens, num_cached_tokens=cached, choices=choices)
 
 
 def _opening(body: ChatBody, job: Job, output: EngineOutput, ctx: ServerContext) -> str:

@@ -58,6 +58,7 @@ async def complete(body: CompletionBody, job: Job, streams: Sequence[OutputStrea
             num_prompt_tokens=job.num_prompt_tokens,
             num_completion_tokens=num_tokens,
             num_cached_tokens=cached_tokens(candidates, per_prompt=job.per_prompt),
+            choices=candidates,
         ),
     }
     metrics = response_metrics(candidates, job.level, max_nodes=ctx.max_nodes)
@@ -101,7 +102,7 @@ async def stream(body: CompletionBody, job: Job, streams: Sequence[OutputStream]
 
 def _usage(job: Job, num_tokens: int, choices: Sequence[Collected]) -> dict[str, Any]:
     cached = cached_tokens(choices, per_prompt=job.per_prompt)
-    return usage(num_prompt_tokens=job.num_prompt_tokens, num_completion_tokens=num_tokens, num_cached_tokens=cached)
+    return usage(num_prompt_tokens=job.num_prompt_tokens, num_completion_tokens=num_tokens, num_cached_tokens=cached, choices=choices)
 
 
 def _best(candidates: Sequence[Collected], n: int, *, per_prompt: int) -> list[int]:

@@ -14,14 +14,18 @@ from specdec.server.generation import Collected
 from specdec.server.options import SpecMetricsLevel
 
 
-def usage(*, num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
-    """Return OpenAI's usage object."""
-    return {
+def usage(
+    *, num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens: int, choices: Sequence[Collected] = ()
+) -> dict[str, Any]:
+    """Return OpenAI's usage object; `lossy` is there, and true, only where a finished choice did not keep the target's law."""
+    figures = {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_completion_tokens,
         "total_tokens": num_prompt_tokens + num_completion_tokens,
         "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
     }
+    is_lossy = any(choice.stats is not None and choice.stats.is_lossy for choice in choices)
+    return figures | {"lossy": True} if is_lossy else figures
 
 
 def cached_tokens(choices: Sequence[Collected], *, per_prompt: int) -> int:
@@ -57,6 +61,7 @@ def _summary(stats: SpecDecodeRequestStats, max_nodes: int) -> dict[str, Any]:
         "num_draft_tokens": drafted,
         "num_spec_tokens": max_nodes,
         "num_target_steps": stats.num_steps,
+        "lossy": stats.is_lossy,
         "by_source": {name: _source(counts) for name, counts in stats.by_source.items()},
     }
 

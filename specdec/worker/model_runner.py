@@ -103,6 +103,7 @@ class ModelRunner:
                 token_ids=tuple(tokens[index][:sampled]),
                 num_drafts=tested,
                 num_invalid=invalid,
+                is_lossy=self.sampler.rule.is_lossy and tested > 0,
                 source=info.source if batch.num_drafts_cpu[index] else "",
                 draft_token_ids=self._drafts_of(info, batch.num_drafts_cpu[index]),
                 logprobs=logprobs.get(index),

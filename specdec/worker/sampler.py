@@ -1,6 +1,7 @@
 """Sampler: from the target's logits of a step to the tokens each request emits.
 
-Owns: the order logits -> processors -> the target's own draws -> verification. Must not know: the model or the proposer.
+Owns: the order logits -> processors -> verification, and putting the groups of a batch together again. Must not know: the model,
+the proposer, or how a rule decides. Read next: logits.py, draft_laws.py, rules.py.
 Letters: R requests, L logits rows, K draft nodes, V vocabulary.
 """
 
@@ -8,17 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
-from specdec.kernels.cpu.sampling import sample_logits
-from specdec.kernels.cpu.verification import verify_coupled
-from specdec.kernels.philox import PURPOSE_TARGET, uniform
+from specdec.kernels.dispatch import kernel
+from specdec.kernels.philox import PURPOSE_TARGET
+from specdec.kernels.verified import Verified
 from specdec.scheduler.output import TokenLogprobs
+from specdec.worker.draft_laws import RequestGroup, group_requests, join_laws
 from specdec.worker.input_batch import INVALID_TOKEN, InputBatch, VerifyResult
-from specdec.worker.logits import needs_processing, process_row
+from specdec.worker.logits import needs_processing, process_block
 from specdec.worker.logprobs import token_logprobs
 from specdec.worker.request_state import RequestState, RowInfo
+from specdec.worker.rules import Part, VerifyRule, match_exactly, run_rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,30 +33,32 @@ class RawRows:
 
 
 class Sampler:
-    """Draws with noise keyed by (seed, position), so that a row's result depends on nothing but its own logits."""
+    """Draws with named noise, so that a row's result depends on nothing but its own logits and, for sampled drafts, its drafts."""
 
-    def __init__(self, state: RequestState, *, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, state: RequestState, *, eos_token_ids: Sequence[int], rule: VerifyRule | None = None) -> None:
         self.state = state
         self.eos_token_ids = tuple(eos_token_ids)
+        self.rule = rule or VerifyRule()
 
     def verify(self, logits: torch.Tensor, batch: InputBatch, infos: list[RowInfo]) -> tuple[VerifyResult, RawRows]:
-        """Verify the batch's drafts by exact match with the target's own samples; logits [L, V] float32 are consumed."""
+        """Verify the batch's drafts by the configured rule; logits [L, V] float32 are consumed."""
         drafts = self.draft_matrix(batch)
         raw = self._keep_raw(logits, batch, infos)
         self._process(logits, batch, infos, drafts)
-        rows, positions = self.logits_rows(batch)
-        targets = self.sample_target(logits, rows, positions)
-        parents = _parent_matrix(infos, drafts.shape[1]) if batch.parents is not None else None
-        verified = verify_coupled(targets, drafts, cu_num_logits=batch.cu_num_logits, parents=parents)
-        return VerifyResult(**verified._asdict()), raw
+        groups = group_requests(infos, batch.num_drafts_cpu, rule=self.rule)
+        parts = [self._part(group, logits, drafts, batch, infos) for group in groups]
+        verified = [self._verify_part(group, part) for group, part in zip(groups, parts, strict=True)]
+        return VerifyResult(**_merge(groups, verified, len(infos))._asdict()), raw
 
     def sample_target(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Draw from the target's law with the target's own noise: logits [L, V], persistent rows [L], positions [L] -> ids [L]."""
-        state = self.state
-        u = uniform(state.seed[rows], positions, purpose=PURPOSE_TARGET)
-        return sample_logits(
-            logits, u, temperature=state.temperature[rows], top_k=state.top_k[rows], top_p=state.top_p[rows], min_p=state.min_p[rows]
-        )
+        cuts = self._cuts(rows)
+        if rows.device.type == "cpu" and not bool((cuts["temperature"] > 0).any()):
+            u = cuts["temperature"]  # greedy rows read no noise
+        else:
+            u = kernel("uniform", rows.device)(self.state.seed[rows], positions, purpose=PURPOSE_TARGET)
+        ids: torch.Tensor = kernel("sample_logits", rows.device)(logits, u, **cuts)
+        return ids
 
     def draft_matrix(self, batch: InputBatch) -> torch.Tensor:
         """[R, K] drafts under test, INVALID_TOKEN where a request has fewer than the widest."""
@@ -74,6 +80,47 @@ class Sampler:
             kept = rows[verified.path[index, :count]]
             result[index] = token_logprobs(kept, verified.token_ids[index, :count].tolist(), infos[index].sampling.logprobs or 0)
         return result
+
+    def _cuts(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        state = self.state
+        return {
+            "temperature": state.temperature[rows],
+            "top_k": state.top_k[rows],
+            "top_p": state.top_p[rows],
+            "min_p": state.min_p[rows],
+        }
+
+    def _part(self, group: RequestGroup, logits: torch.Tensor, drafts: torch.Tensor, batch: InputBatch, infos: list[RowInfo]) -> Part:
+        """Cut a group's rows out of the batch; the whole batch is not copied."""
+        rows, positions = self.logits_rows(batch)
+        cu_num_logits, trees = batch.cu_num_logits, batch.parents is not None
+        if len(group.requests) < len(infos):
+            starts = [0, *accumulate(batch.num_logits_cpu)]
+            counts = [batch.num_logits_cpu[index] for index in group.requests]
+            chosen = [i for index, n in zip(group.requests, counts, strict=True) for i in range(starts[index], starts[index] + n)]
+            kept = torch.tensor(chosen, dtype=torch.int64, device=logits.device)
+            logits, rows, positions = logits[kept], rows[kept], positions[kept]
+            drafts = drafts[torch.tensor(group.requests, device=drafts.device)]
+            cu_num_logits = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=logits.device)
+        anchor = cu_num_logits[:-1].long().clamp(max=max(len(positions) - 1, 0))  # a request without rows draws nothing
+        has_rows = len(positions) > 0
+        return Part(
+            logits=logits,
+            rows=rows,
+            positions=positions,
+            drafts=drafts,
+            cu_num_logits=cu_num_logits,
+            parents=_parent_matrix([infos[index] for index in group.requests], drafts.shape[1]).to(drafts.device) if trees else None,
+            seed=self.state.seed[rows[anchor]] if has_rows else torch.zeros_like(anchor),
+            anchor=positions[anchor] if has_rows else anchor,
+            cuts=self._cuts(rows),
+        )
+
+    def _verify_part(self, group: RequestGroup, part: Part) -> Verified:
+        if group.by_match:
+            return match_exactly(part, self.sample_target)
+        draft_logits, draft_ids = join_laws(group.laws, part.drafts.shape[1])
+        return run_rule(self.rule, part, self.sample_target, draft_logits=draft_logits, draft_ids=draft_ids)
 
     def _keep_raw(self, logits: torch.Tensor, batch: InputBatch, infos: list[RowInfo]) -> RawRows:
         kept, start = {}, 0
@@ -98,10 +145,22 @@ class Sampler:
         stop_ids = [*([] if sampling.ignore_eos else self.eos_token_ids), *sampling.stop_token_ids]
         paths: list[list[int]] = [[]]
         for node, draft in enumerate(drafts):
-            above = node if info.parents is None else info.parents[node] + 1
-            paths.append([*paths[above], draft])
-        for row, path in enumerate(paths):
-            process_row(logits[row], sampling, prompt=prompt, output=[*output, *(d for d in path if d >= 0)], stop_ids=stop_ids)
+            above = paths[node if info.parents is None else info.parents[node] + 1]
+            paths.append([*above, draft] if draft >= 0 else above)
+        process_block(logits, sampling, prompt=prompt, output=output, paths=paths, stop_ids=stop_ids)
+
+
+def _merge(groups: Sequence[RequestGroup], verified: Sequence[Verified], num_requests: int) -> Verified:
+    """Put the groups' results back into batch order."""
+    if len(groups) == 1:
+        return verified[0]
+    merged = []
+    for fields in zip(*verified, strict=True):
+        whole = fields[0].new_empty((num_requests, *fields[0].shape[1:]))
+        for group, field in zip(groups, fields, strict=True):
+            whole[torch.tensor(group.requests, device=whole.device)] = field
+        merged.append(whole)
+    return Verified(*merged)
 
 
 def _parent_matrix(infos: list[RowInfo], width: int) -> torch.Tensor:

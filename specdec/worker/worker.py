@@ -18,6 +18,7 @@ from specdec.models.registry import TargetModel, load_model
 from specdec.proposers.base import DraftRail, MemoryNeed, Proposer, build_proposer
 from specdec.worker.model_runner import ModelRunner, build_metadata_factory
 from specdec.worker.request_state import RequestState
+from specdec.worker.rules import verify_rule
 from specdec.worker.sampler import Sampler
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,8 @@ def load_runner(resolved: ResolvedConfig, *, proposer: Proposer | None = None) -
             seed=resolved.engine.model.seed,
             device=device,
         )
-        sampler = Sampler(state, eos_token_ids=resolved.eos_token_ids)
+        rule = verify_rule(resolved.engine.speculative, max_nodes=proposer.traits.max_nodes if proposer else 0)
+        sampler = Sampler(state, eos_token_ids=resolved.eos_token_ids, rule=rule)
         if proposer is not None:
             proposer.bind(_rail(resolved, model, kv, sampler=sampler, num_blocks=num_blocks, need=need))
     return ModelRunner(model, kv, state=state, sampler=sampler, proposer=proposer, block_size=block_size)
