@@ -34,9 +34,9 @@ from specdec.errors import ConfigError
 
 __all__ = ["BUILT_RULES", "LOSSY_RULES", "SpeculativeBase", "SpeculativeConfig", "built_methods", "check_schedule", "parse_speculative"]
 
-BUILT_RULES = frozenset({"standard"})
-BUILT_DRAFT_SAMPLING = frozenset({"greedy"})
-BUILT_POLICIES = frozenset({"fixed"})
+BUILT_RULES = frozenset({"standard", "block", "fly", "synthetic", "typical"})
+BUILT_DRAFT_SAMPLING = frozenset({"greedy", "probabilistic", "coupled"})
+BUILT_POLICIES = frozenset({"fixed", "adaptive"})
 UNBUILT_OPTIONS = frozenset(  # refused unless they have their default; whoever builds an option removes its name
     {
         "parallel_drafting",
@@ -146,7 +146,7 @@ def built_methods() -> frozenset[str]:
 
 def default_speculative() -> SpeculativeConfig:
     """Return what serves a user who asked for nothing: needs no checkpoint and costs nothing where it does not help."""
-    return NgramConfig(num_speculative_tokens=8, prompt_lookup_min=2, prompt_lookup_max=5)
+    return NgramConfig(num_speculative_tokens=8, prompt_lookup_min=2, prompt_lookup_max=5, policy="adaptive")
 
 
 def parse_speculative(

@@ -1,4 +1,4 @@
-"""draft_chain: K greedy drafts, each fed back into the model that made the one before.
+"""extend_chains: K drafts, each drawn and fed back into the model that made the one before.
 
 Owns: the loop over depths for requests that stop at different lengths. Must not know: which model runs, or whose KV it writes.
 Letters: R requests of the batch, N rows of a pass, V vocabulary.
@@ -11,27 +11,22 @@ from collections.abc import Callable, Mapping
 import torch
 
 from specdec.proposers.base import DraftRail, StepView
+from specdec.proposers.draft_sampling import ChainDraws
 from specdec.proposers.paged import PagedRows, Span, paged_rows
 
 Forward = Callable[[torch.Tensor, PagedRows], torch.Tensor]  # (input_ids [N], rows) -> logits [N, V] of all rows
 
 
-def draft_chain(
-    rail: DraftRail, step: StepView, newest: Mapping[int, int], *, anchors: Mapping[int, int], wanted: Mapping[int, int], forward: Forward
-) -> dict[int, list[int]]:
-    """Continue each request's first draft.
+def extend_chains(rail: DraftRail, step: StepView, draws: ChainDraws, *, wanted: Mapping[int, int], forward: Forward) -> None:
+    """Continue chains that hold their first draft. wanted: by batch index, drafts in all, at least 1.
 
-    newest: by batch index, the first draft. anchors: position of the anchor it follows. wanted: drafts in all, at least 1.
     Draft i is fed at position anchor + i, so that KV is written there for all drafts but a request's last.
     """
-    drafts = {request: [token] for request, token in newest.items()}
     for depth in range(1, max(wanted.values(), default=1)):
-        left = [request for request in drafts if wanted[request] > depth]
-        rows = paged_rows(rail, step, [Span(request, anchors[request] + depth, anchors[request] + depth + 1) for request in left])
-        input_ids = torch.tensor([drafts[request][-1] for request in left], device=rail.device)
-        for request, token in zip(left, forward(input_ids, rows).argmax(-1).tolist(), strict=True):
-            drafts[request].append(token)
-    return drafts
+        left = [request for request in draws.tokens if wanted[request] > depth]
+        places = [draws.anchors[request] + depth for request in left]
+        rows = paged_rows(rail, step, [Span(request, place, place + 1) for request, place in zip(left, places, strict=True)])
+        draws.draw(left, forward(torch.tensor(draws.newest(left), device=rail.device), rows))
 
 
 def wanted_drafts(step: StepView, num_sampled: list[int], *, num_tokens: list[int], max_len: int) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""DraftModelProposer: a small language model with the target's vocabulary drafts a greedy chain.
+"""DraftModelProposer: a small language model with the target's vocabulary drafts a chain.
 
 Owns: the draft's weights and how far its KV reaches. Must not know: the target. Source: Leviathan et al. 2211.17192.
 
@@ -17,8 +17,8 @@ import torch
 from specdec.config.methods import MethodTraits
 from specdec.models.registry import TargetModel, load_model
 from specdec.proposers.base import AdmitInfo, BaseProposer, DraftBatch, DraftRail, MemoryNeed, Outcome, StepView
-from specdec.proposers.chain import draft_chain, wanted_drafts
-from specdec.proposers.ngram import host_batch
+from specdec.proposers.chain import extend_chains, wanted_drafts
+from specdec.proposers.draft_sampling import ChainDraws
 from specdec.proposers.paged import DraftExtent, PagedRows, Span, StepLengths, committed_ids, paged_rows, step_lengths
 
 if TYPE_CHECKING:
@@ -41,6 +41,9 @@ class DraftModelProposer(BaseProposer):
         limits = (resolved.max_model_len, getattr(resolved.draft_hf_config, "max_position_embeddings", None), config.max_model_len)
         self.max_len = min(limit for limit in limits if limit is not None)
         self.vocab_size = min(resolved.vocab_size, resolved.draft_hf_config.vocab_size)  # rows past it are padding
+        self._draft_sample_method = config.draft_sample_method
+        is_smaller = self.vocab_size < resolved.vocab_size
+        self._id_map = torch.arange(self.vocab_size, device=resolved.device) if is_smaller else None
         self.model: TargetModel | None = self._load()
         self._extent = DraftExtent()
 
@@ -77,11 +80,11 @@ class DraftModelProposer(BaseProposer):
         )
         stops = [min(length.num_computed + (i in wanted), self.max_len) for i, length in enumerate(lengths)]
         spans = [Span(i, start, stop) for i, (start, stop) in enumerate(zip(starts, stops, strict=True)) if start < stop]
-        newest = self._catch_up(step, spans, drafting=set(wanted))
-        anchors = {i: lengths[i].num_computed for i in wanted}
-        drafts = draft_chain(self.rail, step, newest, anchors=anchors, wanted=wanted, forward=self._forward)
-        self._record(step, lengths, drafts)
-        return host_batch([drafts.get(i, []) for i in range(len(lengths))], source=self.traits.method)
+        draws = ChainDraws(step.sampling, {i: lengths[i].num_computed for i in wanted}, method=self._draft_sample_method)
+        self._catch_up(step, spans, draws)
+        extend_chains(self.rail, step, draws, wanted=wanted, forward=self._forward)
+        self._record(step, lengths, draws.tokens)
+        return draws.batch(len(lengths), source=self.traits.method, id_map=self._id_map)
 
     def sleep(self) -> None:
         """Drop the weights."""
@@ -112,18 +115,17 @@ class DraftModelProposer(BaseProposer):
         hidden, _ = self._model().forward(input_ids, rows.positions, self.rail.kv, rows.meta)
         return self._model().compute_logits(hidden)[:, : self.vocab_size]
 
-    def _catch_up(self, step: StepView, spans: list[Span], *, drafting: set[int]) -> dict[int, int]:
-        """Feed the committed tokens of `spans`; return the first draft of each request in `drafting`, whose span ends with its anchor."""
+    def _catch_up(self, step: StepView, spans: list[Span], draws: ChainDraws) -> None:
+        """Feed the committed tokens of `spans`; draw the first draft of each drafting request, whose span ends with its anchor."""
         if not spans:
-            return {}
+            return
         rows = paged_rows(self.rail, step, spans)
         hidden, _ = self._model().forward(committed_ids(step, rows), rows.positions, self.rail.kv, rows.meta)
         requests = [span.request for span in spans]
-        chosen = [i for i, request in enumerate(requests) if request in drafting]
-        if not chosen:
-            return {}
-        logits = self._model().compute_logits(hidden[rows.last[chosen]])[:, : self.vocab_size]
-        return dict(zip((requests[i] for i in chosen), logits.argmax(-1).tolist(), strict=True))
+        chosen = [i for i, request in enumerate(requests) if request in draws.tokens]
+        if chosen:
+            logits = self._model().compute_logits(hidden[rows.last[chosen]])[:, : self.vocab_size]
+            draws.draw([requests[i] for i in chosen], logits)
 
     def _record(self, step: StepView, lengths: list[StepLengths], drafts: dict[int, list[int]]) -> None:
         for request, (row, length) in enumerate(zip(step.rows.tolist(), lengths, strict=True)):

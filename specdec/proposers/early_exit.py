@@ -1,4 +1,4 @@
-"""EarlyExitProposer: the target's first layers, its final norm and its head draft a greedy chain.
+"""EarlyExitProposer: the target's first layers, its final norm and its head draft a chain.
 
 Owns: running part of the target. Must not know: requests. Source: Draft & Verify 2309.08168, LayerSkip 2404.16710.
 
@@ -17,8 +17,8 @@ from specdec.config.methods import MethodTraits
 from specdec.errors import ConfigError
 from specdec.models.llama import LlamaModel
 from specdec.proposers.base import BaseProposer, DraftBatch, DraftRail, StepView
-from specdec.proposers.chain import draft_chain, wanted_drafts
-from specdec.proposers.ngram import host_batch
+from specdec.proposers.chain import extend_chains, wanted_drafts
+from specdec.proposers.draft_sampling import ChainDraws
 from specdec.proposers.paged import PagedRows, Span, committed_ids, paged_rows, step_lengths
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class EarlyExitProposer(BaseProposer):
             )
         self.traits: MethodTraits = resolved.traits
         self.exit_layer: int = config.exit_layer
+        self._draft_sample_method = config.draft_sample_method
         self.max_len = min(resolved.max_model_len, config.max_model_len or resolved.max_model_len)
 
     def bind(self, rail: DraftRail) -> None:
@@ -63,14 +64,12 @@ class EarlyExitProposer(BaseProposer):
         wanted = wanted_drafts(
             step, [x.num_sampled for x in lengths], num_tokens=[x.num_computed + 1 for x in lengths], max_len=self.max_len
         )
-        drafts: dict[int, list[int]] = {}
+        draws = ChainDraws(step.sampling, {i: lengths[i].num_computed for i in wanted}, method=self._draft_sample_method)
         if wanted:
-            anchors = {i: lengths[i].num_computed for i in wanted}
-            rows = paged_rows(self.rail, step, [Span(i, anchors[i], anchors[i] + 1) for i in wanted])
-            first = self._forward(committed_ids(step, rows), rows).argmax(-1).tolist()
-            newest = dict(zip(wanted, first, strict=True))
-            drafts = draft_chain(self.rail, step, newest, anchors=anchors, wanted=wanted, forward=self._forward)
-        return host_batch([drafts.get(i, []) for i in range(len(lengths))], source=self.traits.method)
+            rows = paged_rows(self.rail, step, [Span(i, anchor, anchor + 1) for i, anchor in draws.anchors.items()])
+            draws.draw(list(wanted), self._forward(committed_ids(step, rows), rows))
+            extend_chains(self.rail, step, draws, wanted=wanted, forward=self._forward)
+        return draws.batch(len(lengths), source=self.traits.method)
 
     def _forward(self, input_ids: torch.Tensor, rows: PagedRows) -> torch.Tensor:
         """[N] -> logits [N, V], from the stream after exit_layer layers."""
