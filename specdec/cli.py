@@ -1,4 +1,4 @@
-"""The command line: serve, chat, bench, estimate, doctor. Every import that costs time happens inside its subcommand.
+"""The command line: serve, chat, bench, verify, estimate, doctor. Every import that costs time happens inside its subcommand.
 
 Owns: names, groups and help of the options, and how errors are shown. Must not know: what the engine does with them.
 """
@@ -26,7 +26,7 @@ except ImportError:  # older typer raises click's own exceptions
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, rich_markup_mode="rich", help="A serving engine whose subject is speculative decoding."
 )
-MODEL, CACHE, SCHEDULER, SPECULATION, SERVER = "Model", "Cache", "Scheduler", "Speculation", "Server"
+MODEL, CACHE, SCHEDULER, SPECULATION, SERVER, TEST = "Model", "Cache", "Scheduler", "Speculation", "Server", "Test"
 
 
 def _opt(*names: str, group: str, help: str, **more: Any) -> Any:
@@ -246,6 +246,56 @@ def bench(
     run_and_print(url, load, api_key=api_key)
 
 
+@app.command()
+def verify(
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="Directory, .gguf file or hub id; none: the embedded model.", show_default=False)
+    ] = None,
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"], _opt("--dtype", group=MODEL, help="float32 leaves no room for rounding.")
+    ] = "auto",
+    device: Annotated[Literal["auto", "cpu", "cuda"], _opt("--device", group=MODEL, help="auto: a GPU when there is one.")] = "auto",
+    max_model_len: Annotated[int | None, _opt("--max-model-len", group=MODEL, help="Tokens of prompt and answer.")] = None,
+    max_num_seqs: Annotated[int, _opt("--max-num-seqs", group=MODEL, help="Requests that run at once.")] = 32,
+    trust_remote_code: Annotated[bool, _opt("--trust-remote-code", group=MODEL, help="Run Python code found in the checkpoint.")] = False,
+    speculative_config: Annotated[
+        str | None, _opt("--speculative-config", "-sc", group=SPECULATION, help="As in serve; none: what serve would use.")
+    ] = None,
+    spec_method: Annotated[str | None, _opt("--spec-method", group=SPECULATION, help="Short for the key method.")] = None,
+    spec_model: Annotated[str | None, _opt("--spec-model", group=SPECULATION, help="Short for the key model.")] = None,
+    spec_tokens: Annotated[int | None, _opt("--spec-tokens", group=SPECULATION, help="Short for the key num_speculative_tokens.")] = None,
+    prompts: Annotated[str | None, _opt("--prompts", group=TEST, help="Text file, one prompt a line; none: built-in ones.")] = None,
+    temperature: Annotated[float, _opt("--temperature", group=TEST, help="Of the sampled answers.")] = 0.8,
+    tokens: Annotated[int | None, _opt("--tokens", group=TEST, help="Tokens to test for each law; none: 8000, or 2000.")] = None,
+    length: Annotated[int | None, _opt("--length", group=TEST, help="Tokens of one answer; none: 64, or 32.")] = None,
+    false_alarm: Annotated[float, _opt("--false-alarm", group=TEST, help="How often a correct engine may fail.")] = 1e-4,
+    seed: Annotated[int, _opt("--seed", group=TEST, help="Of all random numbers.")] = 0,
+    quick: Annotated[bool, _opt("--quick", group=TEST, help="A quarter of the work: finds coarse errors.")] = False,
+    as_json: Annotated[bool, _opt("--json", group=TEST, help="Print one JSON object.")] = False,
+) -> int:
+    """Check on your model that speculation changes nothing: same tokens, same law. Exit code 1 when it does change something."""
+    from specdec.config.engine import EMBEDDED_MODEL, EngineConfig, ModelConfig, SchedulerConfig
+    from specdec.tools.serve import SpeculationFlags
+    from specdec.tools.verify import VerifyOptions
+    from specdec.tools.verify_command import QUICK, run_and_print
+
+    name = model or EMBEDDED_MODEL
+    engine = EngineConfig(
+        device=device,
+        model=ModelConfig(model=name, dtype=dtype, max_model_len=max_model_len, trust_remote_code=trust_remote_code),
+        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_waiting=0),
+    )
+    sizes = (QUICK if quick else {}) | {key: value for key, value in (("tokens", tokens), ("length", length)) if value is not None}
+    return run_and_print(
+        engine,
+        SpeculationFlags(config=speculative_config, method=spec_method, model=spec_model, num_tokens=spec_tokens),
+        VerifyOptions(temperature=temperature, alpha=false_alarm, seed=seed, **sizes),
+        prompts_path=prompts,
+        quick=quick,
+        as_json=as_json,
+    )
+
+
 @app.command(name="estimate")
 def estimate_command(
     alpha: Annotated[float, typer.Option(help="Acceptance rate of one draft, in [0, 1].")] = 0.8,
@@ -270,7 +320,7 @@ def _run(argv: Sequence[str]) -> int:
     """Run one command line; return the exit status. 2 means that the user can mend it; there is no traceback then."""
     argv = list(argv) or ["--help"]
     try:
-        if argv[0] == "serve":
+        if argv[0] in ("serve", "verify"):
             from specdec.tools.argv import normalise
 
             argv = normalise(argv)
@@ -288,7 +338,7 @@ def _run(argv: Sequence[str]) -> int:
         return 130
 
 
-COMMANDS = ("serve", "chat", "doctor", "bench", "estimate")
+COMMANDS = ("serve", "chat", "doctor", "bench", "verify", "estimate")
 
 
 def main() -> None:
