@@ -131,6 +131,7 @@ def pooled(all_stats: Sequence[SpecDecodeRequestStats]) -> SpecDecodeRequestStat
         total.num_accepted_tokens += stats.num_accepted_tokens
         total.num_verified_tokens += stats.num_verified_tokens
         total.num_steps += stats.num_steps
+        total.is_lossy |= stats.is_lossy
         missing = len(stats.accepted_per_pos) - len(total.accepted_per_pos)
         total.accepted_per_pos.extend([0] * max(missing, 0))
         for position, count in enumerate(stats.accepted_per_pos):
