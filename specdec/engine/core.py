@@ -243,7 +243,7 @@ class EngineCore:
         self.stats.observe_step(plan.total_num_scheduled_tokens, durations_s=durations_s, gauges=self._gauges())
 
     def _gauges(self) -> StepGauges:
-        scheduler = self._scheduler
+        scheduler, policy = self._scheduler, self._scheduler.policy.state()
         return StepGauges(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -251,6 +251,9 @@ class EngineCore:
             num_preemptions=scheduler.num_preemptions,
             prefix_cache_queries=scheduler.kv.num_queried_tokens,
             prefix_cache_hits=scheduler.kv.num_hit_tokens,
+            draft_length=policy.draft_length,
+            num_draft_length_changes=policy.num_switches,
+            draft_bank_s=policy.bank_s,
         )
 
 

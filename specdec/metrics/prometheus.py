@@ -87,6 +87,7 @@ def own_rows(max_nodes: int) -> tuple[Row, ...]:
         Row("specdec_num_steps", "counter", "Engine steps.", lambda s: s.num_steps),
         *_draft_rows(),
         *_draft_detail_rows(max_nodes),
+        *_draft_length_rows(),
         *_latency_rows(),
     )
 
@@ -158,6 +159,31 @@ def _draft_detail_rows(max_nodes: int) -> tuple[Row, ...]:
             "Accepted draft tokens by the drafter that proposed them.",
             lambda s: _by_source(s, lambda counts: counts.num_accepted_tokens),
             label="source",
+        ),
+    )
+
+
+def _draft_length_rows() -> tuple[Row, ...]:
+    """What the policy does, and whether drafting works at all."""
+    return (
+        Row("specdec_draft_length", "gauge", "Drafts per request in the newest orders, on average.", lambda s: s.gauges.draft_length),
+        Row(
+            "specdec_draft_length_changes",
+            "counter",
+            "Times that the policy chose other draft lengths, none included.",
+            lambda s: s.gauges.num_draft_length_changes,
+        ),
+        Row(
+            "specdec_draft_bank_seconds",
+            "gauge",
+            "What drafting has earned against plain decoding lately (policy adaptive): below zero, drafting soon stops.",
+            lambda s: s.gauges.draft_bank_s,
+        ),
+        Row(
+            "specdec_acceptance_collapsed",
+            "gauge",
+            "1 while drafting is dead: the last 200 steps with drafts kept none of them.",
+            lambda s: int(s.collapse.is_collapsed),
         ),
     )
 

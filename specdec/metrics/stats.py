@@ -34,6 +34,7 @@ REQUEST_EDGES_S = (
 STEP_EDGES_S = (0.00001, 0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 ITERATION_EDGES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
 LENGTH_EDGES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0, 10000.0, 20000.0, 50000.0, 100000.0, 200000.0)
+COLLAPSE_STEPS = 200  # steps with drafts and without one kept draft, after which drafting counts as dead
 STEP_PHASES = ("schedule", "prepare", "forward", "verify", "propose", "output")
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
@@ -158,6 +159,41 @@ class StepGauges:
     num_preemptions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    draft_length: float = 0.0  # drafts per request in the newest orders, on average
+    num_draft_length_changes: int = 0
+    draft_bank_s: float = 0.0  # what drafting has earned against plain decoding, where the policy keeps account
+
+
+@dataclass(slots=True)
+class CollapseWatch:
+    """Tells when drafting is dead: COLLAPSE_STEPS steps in a row tested drafts and kept none. One kept draft revives it.
+
+    Wrong draft weights look like this: the text is right, only every step is slower. It is warned of once per engine.
+    """
+
+    num_dead_steps: int = 0
+    was_warned: bool = False
+    _num_drafts: int = 0
+    _num_verified: int = 0
+
+    @property
+    def is_collapsed(self) -> bool:
+        """True while drafting is dead."""
+        return self.num_dead_steps >= COLLAPSE_STEPS
+
+    def observe_step(self, total: DraftCounts) -> None:
+        """Look at the counts after a step; warns when drafting has just died for the first time."""
+        if total.num_drafts == self._num_drafts:
+            return
+        self.num_dead_steps = self.num_dead_steps + 1 if total.num_verified_tokens == self._num_verified else 0
+        self._num_drafts, self._num_verified = total.num_drafts, total.num_verified_tokens
+        if self.is_collapsed and not self.was_warned:
+            self.was_warned = True
+            logger.warning(
+                "no draft was accepted in the last %d steps that had any: check that the drafter belongs to this model, or run with "
+                "--no-speculation",
+                COLLAPSE_STEPS,
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +216,7 @@ class EngineStats:
 
     spec: SpecDecodeStats = field(default_factory=SpecDecodeStats)
     gauges: StepGauges = field(default_factory=StepGauges)
+    collapse: CollapseWatch = field(default_factory=CollapseWatch)
     num_prompt_tokens: int = 0  # of requests whose prompt was read, tokens found in the prefix cache included
     num_cached_prompt_tokens: int = 0
     num_generation_tokens: int = 0  # kept tokens, after trimming at a stop
@@ -220,6 +257,7 @@ class EngineStats:
         for phase, seconds in durations_s:
             self.step_duration_s[phase].observe(seconds)
         self.gauges = gauges
+        self.collapse.observe_step(self.spec.total)
 
     def observe_finished(self, times: FinishedTimes) -> None:
         """Count a request that leaves, for whatever reason. Latencies of aborted and failed ones are left out: they measure the client."""
