@@ -25,13 +25,17 @@ class SpeculationParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputParams:
-    """Exactly one of: a JSON schema (text), any JSON object, a regex, a list of choices, an EBNF grammar."""
+    """Exactly one of: a JSON schema (text), any JSON object, a regex, a list of choices, an EBNF grammar.
+
+    compiled: the structured.compiler.Grammar of it, which the engine adds before a request is queued.
+    """
 
     json_schema: str | None = None
     json_object: bool = False
     regex: str | None = None
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
+    compiled: object | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

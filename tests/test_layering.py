@@ -24,10 +24,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "models.source": (*BASE, "config.engine"),
     "proposers": (*L1, "kernels", "models"),
     "proposers.base": L1,
-    "worker": (*L1, "scheduler.output", "kernels", "models", "proposers.base"),
+    "structured": BASE,
+    "worker": (*L1, "scheduler.output", "kernels", "models", "proposers.base", "structured"),
     "metrics": (*L1, "engine", "metrics.stats"),
     "metrics.stats": ("errors",),
-    "engine": (*L1, "scheduler", "worker", "metrics.stats"),
+    "engine": (*L1, "scheduler", "worker", "metrics.stats", "structured"),
     "server": (*L1, "engine", "metrics", "scheduler.output"),  # the records that EngineOutput is made of
     "tools": (*L1, "scheduler", "kernels", "models", "proposers", "worker", "metrics", "engine", "server"),
     "integrations": (*L1, "scheduler", "kernels", "models", "proposers", "worker", "metrics", "engine", "server"),

@@ -14,6 +14,7 @@ from specdec.engine.tokenizer import Tokenizer
 from specdec.engine.types import EngineRequest
 from specdec.errors import RequestRejected
 from specdec.sampling_params import SamplingParams
+from specdec.structured.compiler import GrammarCompiler
 
 
 def check_request(request: EngineRequest, resolved: ResolvedConfig) -> None:
@@ -39,8 +40,10 @@ def check_request(request: EngineRequest, resolved: ResolvedConfig) -> None:
         _require_ids("allowed_token_ids", sampling.allowed_token_ids, resolved.vocab_size)
         if not sampling.allowed_token_ids:
             raise RequestRejected("allowed_token_ids is empty, so that no token could be drawn", param="allowed_token_ids")
-    if sampling.structured is not None:
-        raise RequestRejected("structured outputs are not built yet", param="structured", hint="describe the format in the prompt")
+    if sampling.structured is not None and sampling.ignore_eos:
+        raise RequestRejected(
+            "ignore_eos is true, but a structured output ends where its grammar does", param="ignore_eos", hint="leave it out"
+        )
     if sampling.n != 1:
         raise RequestRejected(f"n is {sampling.n}, but the engine takes one sample per request", param="n", hint="send n requests")
     if num_prompt + sampling.min_tokens > limit:
@@ -63,6 +66,19 @@ def with_token_ids(request: EngineRequest, tokenizer: Tokenizer) -> EngineReques
                 known[token_ids] = None
     sampling: SamplingParams = replace(request.sampling, bad_words=(), bad_words_token_ids=tuple(known))
     return replace(request, sampling=sampling)
+
+
+def with_grammar(request: EngineRequest, grammars: GrammarCompiler) -> EngineRequest:
+    """Return the request with its constraint compiled, waiting for the compiler unless it was done before.
+
+    Raises:
+        RequestRejected: the constraint cannot be used; `param` is "structured". QueueFull: too many are being compiled.
+    """
+    wish = request.sampling.structured
+    if wish is None or wish.compiled is not None:
+        return request
+    structured = replace(wish, compiled=grammars.compile(wish, field="structured"))
+    return replace(request, sampling=replace(request.sampling, structured=structured))
 
 
 def _require_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:

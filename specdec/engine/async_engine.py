@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from specdec.engine.core import EngineCore
@@ -21,6 +22,7 @@ from specdec.engine.delivery import Channel, Mailbox
 from specdec.engine.types import EngineOutput, EngineRequest
 from specdec.errors import EngineDeadError, QueueFull, RequestRejected, SpecdecError
 from specdec.metrics.stats import EngineStats
+from specdec.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -89,8 +91,23 @@ class AsyncEngine:
 
     # -- what clients call -------------------------------------------------------------------------------------------
 
+    async def with_grammar(self, sampling: SamplingParams, *, field: str) -> SamplingParams:
+        """Return the parameters with their constraint, if any, compiled on another thread. Call it before `generate`.
+
+        Raises:
+            RequestRejected: the constraint cannot be used; `field` is the `param` and begins the message.
+            QueueFull: too many constraints are being compiled.
+        """
+        wish = sampling.structured
+        if wish is None or wish.compiled is not None:
+            return sampling
+        compiled = await self.core.grammars.compile_async(wish, field=field)
+        return replace(sampling, structured=replace(wish, compiled=compiled))
+
     def generate(self, request: EngineRequest) -> OutputStream:
         """Queue a request and return its stream. Call it on the event loop that will read.
+
+        A constraint that `with_grammar` has not compiled is compiled by the engine's thread, which holds up every request.
 
         Raises:
             RequestRejected: the request cannot be served as asked, or its id is in use.

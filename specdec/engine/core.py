@@ -25,8 +25,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from specdec.config.engine import ResolvedConfig
-from specdec.engine.admission import check_request, with_token_ids
+from specdec.engine.admission import check_request, with_grammar, with_token_ids
 from specdec.engine.output_processor import OutputProcessor
+from specdec.engine.token_table import vocabulary_of
 from specdec.engine.tokenizer import Tokenizer
 from specdec.engine.types import EngineOutput, EngineRequest
 from specdec.errors import EngineDeadError, RequestRejected
@@ -35,6 +36,7 @@ from specdec.scheduler.output import ModelRunnerOutput, RequestOutput, Scheduler
 from specdec.scheduler.policy import build_policy
 from specdec.scheduler.request import CommitResult, Request
 from specdec.scheduler.scheduler import Scheduler
+from specdec.structured.compiler import GrammarCompiler
 
 _NOTHING = RequestOutput()
 
@@ -54,7 +56,7 @@ class Runner(Protocol):
 
 
 class EngineCore:
-    """One scheduler, one worker, one tokenizer. Single-threaded: only `check` and `describe_requests` may be called from elsewhere.
+    """One scheduler, one worker, one tokenizer. Single-threaded, but for `check`, `describe_requests` and `grammars`.
 
     A request that fails alone (RequestOutput.error) ends as "error" and the others go on. An exception out of `step` means
     that worker and scheduler may disagree, so the core refuses to be stepped again.
@@ -66,6 +68,9 @@ class EngineCore:
         self.resolved = resolved
         self.tokenizer = tokenizer
         self.stats = EngineStats()
+        self.grammars = GrammarCompiler(  # the vocabulary is read when the first constraint comes
+            lambda: vocabulary_of(tokenizer, vocab_size=resolved.vocab_size, eos_token_ids=resolved.eos_token_ids)
+        )
         self._runner = runner
         self._clock = clock  # seconds, on the same scale as EngineRequest.arrival_s
         self._scheduler = Scheduler(resolved, runner.num_blocks, build_policy(resolved))
@@ -108,7 +113,7 @@ class EngineCore:
         self.check(request)
         if request.request_id in self._processor:
             raise RequestRejected(f"request_id {request.request_id!r} is in use", param="request_id", hint="send another id, or none")
-        request = with_token_ids(request, self.tokenizer)
+        request = with_grammar(with_token_ids(request, self.tokenizer), self.grammars)
         if not request.arrival_s:
             request = replace(request, arrival_s=self._clock())
         self._scheduler.add(
@@ -174,6 +179,7 @@ class EngineCore:
         """Free the worker. The core cannot step afterwards."""
         if self._executor is not None:
             self._executor.shutdown(wait=True, cancel_futures=True)
+        self.grammars.close()
         if self._failure is None:
             self._failure = EngineDeadError("the engine was closed")
             self._runner.close()

@@ -196,11 +196,12 @@ class Request:
         for index, token_id in enumerate(token_ids):
             num_output = self.num_output_tokens + index + 1
             kept = token_ids[: index + 1]
-            if num_output >= sampling.min_tokens:
-                if token_id in self.eos_token_ids and not sampling.ignore_eos:
-                    return kept, "stop", None
-                if token_id in sampling.stop_token_ids:
-                    return kept, "stop", token_id
+            is_late_enough = num_output >= sampling.min_tokens
+            # a structured answer that is complete before min_tokens allows nothing but its end
+            if token_id in self.eos_token_ids and not sampling.ignore_eos and (is_late_enough or sampling.structured is not None):
+                return kept, "stop", None
+            if token_id in sampling.stop_token_ids and is_late_enough:
+                return kept, "stop", token_id
             if self.num_prompt_tokens + num_output >= self.max_total_tokens:
                 return kept, "length", None
         return token_ids, None, None

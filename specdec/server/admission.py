@@ -1,35 +1,16 @@
 """Admission: what this server refuses although the body is well formed, all offenders in one message.
 
-Owns: rules that need the resolved model, and UNSUPPORTED, the one table of parameters that the engine cannot serve yet.
+Owns: rules that need the resolved model, and parameters that contradict one another.
 Must not know: bodies (sampling.py has translated them). Read next: engine/admission.py, the engine's own last check.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 
 from specdec.config.engine import ResolvedConfig
 from specdec.errors import RequestRejected
 from specdec.sampling_params import SamplingParams, SpeculationParams
-
-
-@dataclass(frozen=True, slots=True)
-class Unsupported:
-    """A parameter with no exact implementation in the engine yet. Whoever builds it deletes the row."""
-
-    param: str
-    asks_for: Callable[[SamplingParams], bool]
-    way_out: str
-
-
-UNSUPPORTED: tuple[Unsupported, ...] = (
-    Unsupported(
-        "structured_outputs",
-        lambda sampling: sampling.structured is not None,
-        "structured outputs are not built yet; describe the format in the prompt",
-    ),
-)
 
 
 def check(sampling: SamplingParams, resolved: ResolvedConfig, *, priority: int = 0) -> None:
@@ -38,7 +19,7 @@ def check(sampling: SamplingParams, resolved: ResolvedConfig, *, priority: int =
     Raises:
         RequestRejected: the message lists every offender; `param` is the first.
     """
-    faults = [*_unsupported(sampling), *_bad_ids(sampling, resolved.vocab_size), *_bad_speculation(sampling.speculation, resolved)]
+    faults = [*_bad_structure(sampling), *_bad_ids(sampling, resolved.vocab_size), *_bad_speculation(sampling.speculation, resolved)]
     if priority != 0 and resolved.engine.scheduler.policy != "priority":
         faults.append(
             (
@@ -50,10 +31,9 @@ def check(sampling: SamplingParams, resolved: ResolvedConfig, *, priority: int =
         raise RequestRejected("; ".join(text for _, text in faults), param=faults[0][0])
 
 
-def _unsupported(sampling: SamplingParams) -> Iterator[tuple[str, str]]:
-    for row in UNSUPPORTED:
-        if row.asks_for(sampling):
-            yield row.param, f"{row.param} cannot be served: {row.way_out}"
+def _bad_structure(sampling: SamplingParams) -> Iterator[tuple[str, str]]:
+    if sampling.structured is not None and sampling.ignore_eos:
+        yield "ignore_eos", "ignore_eos is true, but a structured output ends where its grammar does; leave it out"
 
 
 def _bad_ids(sampling: SamplingParams, vocab_size: int) -> Iterator[tuple[str, str]]:

@@ -16,7 +16,7 @@ from specdec.server.context import Job, ServerContext, chat_prompt, make_job, nu
 from specdec.server.generation import Collected, collect, merged
 from specdec.server.logprobs import chat_logprobs, prompt_logprobs
 from specdec.server.protocol import ChatBody
-from specdec.server.sampling import chat_sampling
+from specdec.server.sampling import chat_sampling, constraint_field
 from specdec.server.sse import encode
 from specdec.server.usage import cached_tokens, response_metrics, usage
 
@@ -32,6 +32,7 @@ async def prepare(body: ChatBody, ctx: ServerContext, *, tenant: str) -> Job:
     prompt = await chat_prompt(body, ctx.tokenizer)
     sampling = chat_sampling(body, num_prompt_tokens=len(prompt.token_ids), max_model_len=ctx.resolved.max_model_len)
     admission.check(sampling, ctx.resolved, priority=body.priority or 0)
+    sampling = await ctx.engine.with_grammar(sampling, field=constraint_field(body))
     return make_job("chatcmpl", body, (prompt,), samplings=(sampling,), per_prompt=num_choices(body.n), ctx=ctx, tenant=tenant)
 
 

@@ -18,7 +18,7 @@ from specdec.server.context import Job, ServerContext, completion_prompts, make_
 from specdec.server.generation import Collected, collect, merged
 from specdec.server.logprobs import completion_logprobs, prompt_logprobs
 from specdec.server.protocol import CompletionBody
-from specdec.server.sampling import completion_sampling
+from specdec.server.sampling import completion_sampling, constraint_field
 from specdec.server.sse import encode
 from specdec.server.usage import cached_tokens, response_metrics, usage
 
@@ -34,7 +34,7 @@ async def prepare(body: CompletionBody, ctx: ServerContext, *, tenant: str) -> J
     for prompt in prompts:
         sampling = completion_sampling(body, num_prompt_tokens=len(prompt.token_ids), max_model_len=ctx.resolved.max_model_len)
         admission.check(sampling, ctx.resolved, priority=body.priority or 0)
-        samplings.append(sampling)
+        samplings.append(await ctx.engine.with_grammar(sampling, field=constraint_field(body)))
     per_prompt = max(num_choices(body.n), body.best_of or 1)
     return make_job("cmpl", body, prompts, samplings=samplings, per_prompt=per_prompt, ctx=ctx, tenant=tenant)
 

@@ -160,6 +160,12 @@ def structured_params(body: GenerationBody) -> StructuredOutputParams | None:
     return found[0][1] if found else None
 
 
+def constraint_field(body: GenerationBody) -> str:
+    """Return the field that holds the constraint on the text; "structured_outputs" where there is none."""
+    found = _constraints(body)
+    return found[0][0] if found else "structured_outputs"
+
+
 def _constraints(body: GenerationBody) -> list[tuple[str, StructuredOutputParams]]:
     schema = body.response_format.json_schema if body.response_format else None
     is_json = body.response_format is not None and body.response_format.type == "json_object"

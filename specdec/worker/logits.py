@@ -47,6 +47,8 @@ def process_block(
             _forbid_completions(row, sampling.bad_words_token_ids, [*output, *path])
     if sampling.min_tokens and stop_ids:
         early = [i for i, path in enumerate(paths) if len(output) + len(path) < sampling.min_tokens]
+        if sampling.structured is not None:  # a grammar that is complete allows nothing but an end
+            early = [i for i in early if not _must_end(logits[i], stop_ids)]
         logits[torch.tensor(early, dtype=torch.int64)[:, None], torch.tensor(list(stop_ids))] = -torch.inf
     if sampling.logit_bias:
         ids = torch.tensor(list(sampling.logit_bias), device=logits.device)
@@ -60,6 +62,12 @@ def _keep_only(logits: torch.Tensor, allowed: Sequence[int]) -> None:
     kept = logits[:, ids]
     logits.fill_(-torch.inf)
     logits[:, ids] = kept
+
+
+def _must_end(row: torch.Tensor, stop_ids: Sequence[int]) -> bool:
+    is_open = torch.isfinite(row)
+    is_open[list(stop_ids)] = False
+    return not bool(is_open.any())
 
 
 def _forbid_completions(row: torch.Tensor, words: Sequence[Sequence[int]], output: Sequence[int]) -> None:

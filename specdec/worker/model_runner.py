@@ -18,7 +18,9 @@ from specdec.models.registry import TargetModel
 from specdec.proposers.base import AdmitInfo, DraftBatch, DraftSampling, Proposer, StepView
 from specdec.sampling_params import SamplingParams
 from specdec.scheduler.output import ModelRunnerOutput, RequestOutput, SchedulerOutput, StepTimings, TokenLogprobs
+from specdec.structured.mask import DraftMasks
 from specdec.worker.batch_builder import attention_metadata, build_batch
+from specdec.worker.grammar_step import advance_matchers, keep_valid
 from specdec.worker.input_batch import InputBatch, VerifyResult
 from specdec.worker.logits import needs_processing
 from specdec.worker.post_update import commit_rows, commit_target_tokens, compact_kv
@@ -56,9 +58,13 @@ class ModelRunner:
         if batch.parents is not None:
             compact_kv(self.kv, batch, verified)
         commit_rows(self.state, infos, batch, verified)
+        if plan.grammar_ids:
+            results = advance_matchers(infos, results)
         verified_s = perf_counter()
         if self.proposer is not None:
             drafts = self._propose(self.proposer, plan, infos, batch, verified=verified, taps=taps)
+            if plan.grammar_ids:
+                drafts = keep_valid(drafts, infos)
             results = self._store(drafts, infos, batch, results)
         timings = StepTimings(
             prepare_s=prepared_s - start_s,
@@ -147,7 +153,7 @@ class ModelRunner:
                 can_draw_target=[n > 0 and _is_plain(info.sampling) for n, info in zip(max_nodes, infos, strict=True)],
                 taps=taps,
                 block_table=batch.block_table,
-                sampling=self._draft_sampling(batch.rows),
+                sampling=self._draft_sampling(batch.rows, infos),
             )
         )
         _check_drafts(drafts, max_nodes)
@@ -174,9 +180,16 @@ class ModelRunner:
             stored[request_id] = replace(result, num_next=count) if count else result
         return stored
 
-    def _draft_sampling(self, rows: torch.Tensor) -> DraftSampling:
+    def _draft_sampling(self, rows: torch.Tensor, infos: list[RowInfo]) -> DraftSampling:
         state = self.state
-        return DraftSampling(temperature=state.temperature[rows], seed=state.seed[rows], top_k=state.top_k[rows], top_p=state.top_p[rows])
+        matchers = {index: info.matcher for index, info in enumerate(infos) if info.matcher is not None}
+        return DraftSampling(
+            temperature=state.temperature[rows],
+            seed=state.seed[rows],
+            top_k=state.top_k[rows],
+            top_p=state.top_p[rows],
+            token_mask=DraftMasks(matchers, len(infos), device=rows.device) if matchers else None,
+        )
 
 
 def _check_drafts(drafts: DraftBatch, max_nodes: Sequence[int]) -> None:

@@ -15,12 +15,17 @@ import torch
 from specdec.proposers.base import Dense, DraftBatch, Outcome, Sparse
 from specdec.sampling_params import SamplingParams
 from specdec.scheduler.output import FinishedRequest, NewRequestData
+from specdec.structured.compiler import Grammar
+from specdec.structured.matcher import Matcher
 from specdec.worker.input_batch import INVALID_TOKEN
 
 
 @dataclass(slots=True)
 class RowInfo:
-    """Host side of one row. num_tokens: committed; prefill_len: tokens known when the row was given."""
+    """Host side of one row. num_tokens: committed; prefill_len: tokens known when the row was given.
+
+    matcher: where a structured request stands in its grammar, None for others.
+    """
 
     request_id: str
     row: int
@@ -36,6 +41,7 @@ class RowInfo:
     source: str = ""
     parents: list[int] | None = None
     law: Dense | Sparse | None = None  # rows of this request alone, [1, K, ...]; None means one-hot
+    matcher: Matcher | None = None
 
 
 class RequestState:
@@ -75,6 +81,7 @@ class RequestState:
             sampling=sampling,
             tenant=new.tenant,
             seed=self._seed_for(new.request_id, sampling.seed),
+            matcher=_matcher_for(new),
         )
         self.infos[new.request_id] = info
         self.token_ids[row, : info.num_tokens] = torch.tensor(new.token_ids, dtype=torch.int32)
@@ -140,6 +147,15 @@ class RequestState:
             seed = self._seeds.getrandbits(63) if asked is None else asked
             self._seed_of[request_id] = (seed + 2**63) % 2**64 - 2**63  # the same 64 bits as a signed number
         return self._seed_of[request_id]
+
+
+def _matcher_for(new: NewRequestData) -> Matcher | None:
+    """The matcher of a structured request, behind the output it comes with after preemption."""
+    wish = new.sampling.structured
+    if wish is None:
+        return None
+    assert isinstance(wish.compiled, Grammar), f"{new.request_id}: the engine compiles constraints before it queues a request"
+    return Matcher(wish.compiled, stop_token_ids=new.sampling.stop_token_ids, output=new.token_ids[new.num_prompt_tokens :])
 
 
 def _law_of(drafts: DraftBatch, index: int) -> Dense | Sparse | None:

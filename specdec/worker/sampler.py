@@ -1,7 +1,7 @@
 """Sampler: from the target's logits of a step to the tokens each request emits.
 
-Owns: the order logits -> processors -> verification, and putting the groups of a batch together again. Must not know: the model,
-the proposer, or how a rule decides. Read next: logits.py, draft_laws.py, rules.py.
+Owns: the order logits -> grammars -> processors -> verification, and putting the groups of a batch together again. Must not
+know: the model, the proposer, or how a rule decides. Read next: logits.py, draft_laws.py, rules.py.
 Letters: R requests, L logits rows, K draft nodes, V vocabulary.
 """
 
@@ -17,6 +17,7 @@ from specdec.kernels.dispatch import kernel
 from specdec.kernels.philox import PURPOSE_TARGET
 from specdec.kernels.verified import Verified
 from specdec.scheduler.output import TokenLogprobs
+from specdec.structured.mask import block_mask, forbid
 from specdec.worker.draft_laws import RequestGroup, group_requests, join_laws
 from specdec.worker.input_batch import INVALID_TOKEN, InputBatch, VerifyResult
 from specdec.worker.logits import needs_processing, process_block
@@ -33,17 +34,23 @@ class RawRows:
 
 
 class Sampler:
-    """Draws with named noise, so that a row's result depends on nothing but its own logits and, for sampled drafts, its drafts."""
+    """Draws with named noise, so that a row's result depends on nothing but its own logits and, for sampled drafts, its drafts.
+
+    num_grammar_copies: steps whose drafts were copied to the host for a grammar, those with a structured request.
+    """
 
     def __init__(self, state: RequestState, *, eos_token_ids: Sequence[int], rule: VerifyRule | None = None) -> None:
         self.state = state
         self.eos_token_ids = tuple(eos_token_ids)
         self.rule = rule or VerifyRule()
+        self.num_grammar_copies = 0
 
     def verify(self, logits: torch.Tensor, batch: InputBatch, infos: list[RowInfo]) -> tuple[VerifyResult, RawRows]:
         """Verify the batch's drafts by the configured rule; logits [L, V] float32 are consumed."""
         drafts = self.draft_matrix(batch)
         raw = self._keep_raw(logits, batch, infos)
+        if any(info.matcher is not None for info in infos):
+            self._constrain(logits, batch, infos, drafts)
         self._process(logits, batch, infos, drafts)
         groups = group_requests(infos, batch.num_drafts_cpu, rule=self.rule)
         parts = [self._part(group, logits, drafts, batch, infos) for group in groups]
@@ -129,6 +136,23 @@ class Sampler:
                 kept[index] = logits[start : start + count].clone()
             start += count
         return RawRows(kept)
+
+    def _constrain(self, logits: torch.Tensor, batch: InputBatch, infos: list[RowInfo], drafts: torch.Tensor) -> None:
+        """Apply the grammars, in place: what they forbid at a row becomes -inf, a draft they forbid INVALID_TOKEN.
+
+        A draft that was drawn from a law stays, to be refused by the rule: taking it out would leave its share of the law to the
+        others, while the rule gives it to the residual.
+        """
+        self.num_grammar_copies += batch.num_drafts_cpu.count(0) < len(infos)
+        on_host = drafts.tolist()
+        start = 0
+        for index, (info, count) in enumerate(zip(infos, batch.num_logits_cpu, strict=True)):
+            if count and info.matcher is not None:
+                mask, allowed = block_mask(info.matcher, on_host[index][: count - 1], info.parents)
+                forbid(logits[start : start + count], mask)
+                if info.law is None or self.rule.is_lossy:
+                    drafts[index, [node for node, is_allowed in enumerate(allowed) if not is_allowed]] = INVALID_TOKEN
+            start += count
 
     def _process(self, logits: torch.Tensor, batch: InputBatch, infos: list[RowInfo], drafts: torch.Tensor) -> None:
         start = 0

@@ -274,7 +274,9 @@ def test_a_request_may_opt_out_of_drafting(toy: Tokenizer) -> None:
         ((1,), {"allowed_token_ids": (97,)}, "allowed_token_ids", "token id 97"),
         ((1,), {"n": 2}, "n", "one sample per request"),
         ((1,), {"min_tokens": 64}, "min_tokens", "only 63 tokens fit after a prompt of 1"),
-        ((1,), {"structured": StructuredOutputParams(json_object=True)}, "structured", "not built"),
+        ((1,), {"structured": StructuredOutputParams(choice=("a",)), "ignore_eos": True}, "ignore_eos", "ends where its grammar does"),
+        ((1,), {"structured": StructuredOutputParams(regex="(a")}, "structured", "parenthesis is not closed"),
+        ((1,), {"structured": StructuredOutputParams(regex="a", choice=("a",))}, "structured", "exactly one constraint"),
     ],
 )
 def test_what_cannot_be_served_is_refused_at_admission(

@@ -59,10 +59,16 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [  # fields beside the 
     ({"use_beam_search": True}, "use_beam_search", "best_of"),
     ({"suffix": "end"}, "suffix", "not served"),
     ({"cache_salt": "x"}, "cache_salt", "not served"),
-    ({"response_format": {"type": "json_object"}}, "structured_outputs", "not built"),
+    ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", "ends where its grammar does"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}}}, "response_format", 'type "foo"'),
+    ({"guided_json": {"not": {"type": "string"}}}, "guided_json", "keyword not cannot be enforced"),
+    ({"guided_json": "{"}, "guided_json", "no JSON text"),
+    ({"guided_choice": []}, "guided_choice", "is empty"),
+    ({"guided_grammar": "root ::= other"}, "guided_grammar", 'Rule "other" is not defined'),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "json_schema"),
     ({"guided_regex": "a+", "guided_choice": ["a"]}, "guided_choice", "one constraint"),
-    ({"structured_outputs": {"regex": "a+"}}, "structured_outputs", "not built"),
+    ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "parenthesis is not closed"),
+    ({"structured_outputs": {"regex": "~"}}, "structured_outputs.regex", "no token of this model can begin"),
     ({"structured_outputs": {"json": None}}, "structured_outputs", "names no constraint"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
     ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "unknown field"),
@@ -131,9 +137,16 @@ def test_a_bad_chat_is_refused(served: Served, fields: dict[str, Any], param: st
 
 
 def test_all_offenders_are_named_at_once(served: Served) -> None:
-    body = {"prompt": "abc", "priority": 2, "stop_token_ids": [500], "guided_regex": "a", "speculative": {"method": "magic"}}
+    body = {
+        "prompt": "abc",
+        "priority": 2,
+        "stop_token_ids": [500],
+        "guided_regex": "a",
+        "ignore_eos": True,
+        "speculative": {"method": "magic"},
+    }
     message = served.post(COMPLETION, body).json()["error"]["message"]
-    for part in ("priority", "stop_token_ids", "structured_outputs", "speculative.method"):
+    for part in ("priority", "stop_token_ids", "ignore_eos", "speculative.method"):
         assert part in message
     unknown = served.post(COMPLETION, {"prompt": "abc", "alpha": 1, "beta": 2}).json()["error"]["message"]
     assert "`alpha`" in unknown
