@@ -15,7 +15,13 @@ COUNT, LABEL, LENGTH, TOKEN, PARENT, BEST, FIRST, NEXT, PREV = range(9)  # colum
 NUM_ROWS, FREE, LIVE = range(3)  # places in Arrays.state: rows of nodes ever used, head of the free list, nodes in use
 STALE = -1  # in the best column: to be found again
 
-compiled: Any = njit(cache=True, nogil=True)
+
+def compiled(function: Any) -> Any:
+    """Compile a loop, and keep the result between runs where there is a place for it."""
+    try:
+        return njit(cache=True, nogil=True)(function)
+    except RuntimeError:  # neither the package's folder nor the user's cache can be written
+        return njit(nogil=True)(function)
 
 
 class Arrays(NamedTuple):
@@ -175,7 +181,7 @@ def insert_suffixes(a, first, last, stop, depth):  # type: ignore[no-untyped-def
 
 @compiled
 def remove_suffixes(a, start, stop, depth):  # type: ignore[no-untyped-def]
-    """Undo _insert_suffixes of the oldest text. What remains carries labels of newer texts, because labels are the newest."""
+    """Undo insert_suffixes of the oldest text. What remains carries labels of newer texts, because labels are the newest."""
     mask = len(a.tokens) - 1
     for position in range(start, stop):
         length = min(depth, stop - position)

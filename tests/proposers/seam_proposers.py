@@ -18,6 +18,7 @@ from specdec.proposers.base import AdmitInfo, BaseProposer, DraftBatch, DraftRai
 from specdec.proposers.ngram import host_batch
 from specdec.proposers.paged import DraftExtent, PagedRows, Span, committed_ids, paged_rows, step_lengths
 from tests.engine.tokenizers_for_tests import TOY_VOCAB_SIZE
+from tests.proposers.tiny import MAX_MODEL_LEN
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 2, 1, 16, 32
 
@@ -34,8 +35,10 @@ def history(step: StepView, index: int) -> list[int]:
 
 
 def may_draft(step: StepView, index: int) -> int:
-    """Drafts that one request may get: none while its prompt is being read."""
-    return step.max_nodes[index] if int(step.num_sampled[index]) else 0
+    """Drafts that one request may get: none while its prompt is being read, and none that would pass the model's end."""
+    nodes = step.max_nodes[index] if int(step.num_sampled[index]) else 0
+    assert nodes == 0 or int(step.num_tokens[step.rows[index]]) + nodes < MAX_MODEL_LEN, "the target could not follow these drafts"
+    return nodes
 
 
 class LookupProposer(BaseProposer):

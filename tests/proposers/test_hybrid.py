@@ -20,6 +20,7 @@ from specdec.sampling_params import SpeculationParams
 from tests.proposers import seam_proposers as seam
 from tests.proposers.scenarios import SCENARIOS, Scenario, check_lossless
 from tests.proposers.tiny import Run, mixed_requests, plain, request, resolved_for, run, start, with_draft
+from tests.proposers.views import view
 
 NGRAM = NgramConfig(num_speculative_tokens=4, prompt_lookup_min=1, prompt_lookup_max=3)
 SUFFIX = SuffixConfig(num_speculative_tokens=6, suffix_decoding_max_spec_factor=2.0)
@@ -170,35 +171,6 @@ class Fixed(BaseProposer):
             num_nodes=self.batch.num_nodes * keep,
             target_token_ids=None if drawn is None else torch.where(keep, drawn, -1),
         )
-
-
-def view(num_requests: int, **fields: object):
-    """A step after which every request may get two drafts."""
-    from specdec.proposers.base import DraftSampling, StepView
-
-    ones = torch.ones(num_requests, dtype=torch.int64)
-    sampling = DraftSampling(temperature=ones.float(), seed=ones, top_k=ones, top_p=ones.float())
-    values = {
-        "request_ids": tuple(f"r{i}" for i in range(num_requests)),
-        "rows": torch.arange(num_requests),
-        "cu_query_lens": torch.arange(num_requests + 1, dtype=torch.int32),
-        "target_token_ids": ones,
-        "target_positions": ones,
-        "path": ones[:, None] * 0,
-        "sampled_token_ids": ones[:, None],
-        "num_sampled": ones,
-        "num_rejected": ones * 0,
-        "num_computed": ones,
-        "token_ids": torch.ones(num_requests, 8, dtype=torch.int32),
-        "num_tokens": ones * 2,
-        "max_nodes": [2] * num_requests,
-        "sources": [None] * num_requests,
-        "can_draw_target": [True] * num_requests,
-        "taps": {},
-        "block_table": torch.zeros(num_requests, 1, dtype=torch.int32),
-        "sampling": sampling,
-    }
-    return StepView(**(values | fields))
 
 
 def test_rows_are_merged_with_their_trees_laws_and_drawn_tokens(target_path: Path) -> None:
