@@ -40,6 +40,7 @@ def commit_target_tokens(state: RequestState, infos: list[RowInfo], rows: torch.
     That pass wrote the target's KV of the anchor, so num_tokens and num_computed both advance by one and the drawn token
     is the new anchor. Returns the tokens on the host.
     """
+    token_ids = token_ids.to(rows.device)
     drawn = token_ids >= 0
     chosen = rows[drawn]
     state.token_ids[chosen, state.num_tokens[chosen]] = token_ids[drawn].to(torch.int32)
