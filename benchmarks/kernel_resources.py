@@ -166,7 +166,7 @@ def layer_calls(call: Callable[..., Any]) -> None:
     table = torch.zeros(2, 4, dtype=torch.int32)
     given = {"query_lens": (6, 6), "seq_lens": (64, 50), "block_table": table, "scale": HEAD_DIM**-0.5}
     tree = torch.zeros(12, 6, dtype=torch.bool)
-    for option in ({}, {"is_causal": False}, {"window": 32}, {"tree_mask": tree}):
+    for option in ({}, {"is_causal": False}, {"window": 32}, {"tree_mask": tree}, {"tree_mask": tree, "window": 32}):
         call("paged_attention", query, *caches, **given, **option)
     for option in ({}, {"tree_mask": tree}):
         shared_attention(query, *caches, **given, **option, num_shares=4)
@@ -188,6 +188,8 @@ def state_calls(call: Callable[..., Any]) -> None:
     )
     caches = [torch.zeros(9, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16) for _ in range(2)]
     call("compact_kv", *caches, path=sampled, num_sampled=four, first_row=four, slot_mapping=torch.zeros(24, **long))
+    lookup = {"token_ids": state["token_ids"], "num_tokens": torch.zeros(8, **long)}
+    call("ngram_match", four, four, **lookup, shortest=2, longest=5, width=5)
 
 
 def compile_for(launch: Launch, target: GPUTarget) -> Resources:

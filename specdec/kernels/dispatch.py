@@ -35,6 +35,7 @@ REFERENCE: dict[str, str] = {
     "prepare_inputs": _STATE,
     "post_update": _STATE,
     "compact_kv": _STATE,
+    "ngram_match": "reference_lookup",
     "store_kv": _LAYERS,
     "paged_attention": _LAYERS,
     "rms_norm": _LAYERS,
@@ -46,7 +47,7 @@ REFERENCE: dict[str, str] = {
 CPU: dict[str, str] = (
     REFERENCE
     | {"target_law": "cpu.sampling:target_probs", "sample": "cpu.sampling:draw", "sample_logits": "cpu.sampling"}
-    | {"verify_coupled": "cpu.verification", "prepare_inputs": "cpu.state", "post_update": "cpu.state"}
+    | {"verify_coupled": "cpu.verification", "prepare_inputs": "cpu.state", "post_update": "cpu.state", "ngram_match": "cpu.lookup"}
     | dict.fromkeys(("rejection_sample", "block_verify", "fly", "typical"), "torch_chains")
     | dict.fromkeys(("store_kv", "paged_attention", "rms_norm", "add_rms_norm", "rotate", "silu_mul"), "cpu.layer_ops")
 )
@@ -65,6 +66,7 @@ TRITON: dict[str, str] = {
     "prepare_inputs": "input_prep",
     "post_update": "post_update",
     "compact_kv": "compact_kv",
+    "ngram_match": "ngram_match",
     "store_kv": "store_kv",
     "paged_attention": "paged_attention",
     "rms_norm": "norm_rope",

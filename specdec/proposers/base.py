@@ -254,6 +254,7 @@ class BaseProposer:
 
 REGISTRY: dict[str, str] = {
     "ngram": "specdec.proposers.ngram:NgramProposer",
+    "ngram_gpu": "specdec.proposers.ngram_gpu:NgramGpuProposer",
     "suffix": "specdec.proposers.suffix:SuffixProposer",
     "draft_model": "specdec.proposers.draft_model:DraftModelProposer",
     "early_exit": "specdec.proposers.early_exit:EarlyExitProposer",
@@ -264,7 +265,7 @@ REGISTRY: dict[str, str] = {
 def build_proposer(resolved: ResolvedConfig) -> Proposer | None:
     """Build the proposer of the resolved configuration, or None for plain decoding.
 
-    A proposer class is constructed as cls(resolved).
+    Each entry, a class or a function, is called with the resolved configuration.
     """
     if resolved.traits is None:
         return None

@@ -153,9 +153,12 @@ def test_a_window_over_a_tree_counts_depths(triton_call: Call, reference_call: C
 def test_shares_of_the_keys_add_up(triton_call: Call, reference_call: Call, num_shares: int, option: str) -> None:
     """More shares than key blocks leave some empty; a window leaves early ones without a visible key."""
     given = attention_case((5, 3), (300, 9), heads=(6, 2), dim=16, seed=7)
-    given |= {"plain": {}, "tree": {"tree_mask": tree_mask()}, "window": {"window": 6}, "tree and window": {"tree_mask": tree_mask(), "window": 2}}[
-        option
-    ]
+    given |= {
+        "plain": {},
+        "tree": {"tree_mask": tree_mask()},
+        "window": {"window": 6},
+        "tree and window": {"tree_mask": tree_mask(), "window": 2},
+    }[option]
     assert_attends_alike(triton_call, reference_call, given, "paged_attention:shared_attention", num_shares=num_shares)
 
 
