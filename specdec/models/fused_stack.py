@@ -109,7 +109,7 @@ class FusedStack:
             block_table.data_ptr(), block_table.shape[1], self._block_size,
             0 if tree is None else tree.data_ptr(), 0 if tree is None else tree.shape[1], int(meta.is_causal),
             rows.scratch.data_ptr(), rows.scratch.shape[1], self._config.ctypes.data, self._layers.ctypes.data, self._eps.ctypes.data,
-            0 if self._final_norm is None else self._final_norm.data_ptr(), out.data_ptr(),
+            0 if self._final_norm is None else self._final_norm.data_ptr(), out.data_ptr(), rows.arrivals.data_ptr(),
         )  # fmt: skip
         return [starts, seq_lens, block_table, tree, positions, slots]
 
@@ -159,5 +159,6 @@ class _RowBuffers:
         self.query = torch.zeros(capacity, shape.q_size, dtype=torch.bfloat16)
         self.attended = torch.zeros(capacity, shape.q_size, dtype=torch.bfloat16)
         self.activation = torch.zeros(capacity, shape.intermediate_size, dtype=torch.bfloat16)
+        self.arrivals = torch.zeros(8, dtype=torch.int64)  # a cache line of its own
         per_thread = SCRATCH_BYTES + (16 + table.CHUNK) * shape.head_dim * 4
         self.scratch = torch.zeros(num_threads, -(-per_thread // 4096) * 4096, dtype=torch.uint8)

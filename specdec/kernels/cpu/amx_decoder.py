@@ -15,21 +15,26 @@ from numba import carray, cfunc, njit, types
 from specdec.kernels.cpu.amx_gemm import ROWS, TILE_BYTES, gemm_blocks, share
 from specdec.kernels.cpu.llvm import (
     accumulate_values,
-    barrier,
+    atomic_add,
+    atomic_load,
     bits_of,
     float_of,
+    pause,
     pointer,
+    team_size,
     thread_num,
     tile_config,
     tile_dot,
     tile_load,
     tile_store,
     tile_zero,
+    yield_cpu,
 )
 
 CHUNK = 64  # keys attended at once: four tiles of scores
 LOG2E = np.float32(1.4426950408889634)
 NEVER = np.float32(-1e30)  # score of a key that may not be seen; finite, so that an empty chunk stays harmless
+SPINS = 2000  # about 0.1 ms: longer than any stage lasts on an idle machine
 FAST = {"contract", "nsz", "reassoc", "arcp"}  # no `nnan`, `ninf`: a broken row must stay visible
 
 # Slots of the call table (int64). Buffers are addresses.
@@ -37,8 +42,8 @@ FAST = {"contract", "nsz", "reassoc", "arcp"}  # no `nnan`, `ninf`: a broken row
     NUM_THREADS, NUM_ROWS, NUM_LAYERS, HIDDEN, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, MLP,
     RESIDUAL, NORMED, QKV, QUERY, ATTENDED, ACTIVATION, COS, SIN, POSITIONS, SLOTS,
     NUM_REQUESTS, QUERY_STARTS, SEQ_LENS, BLOCK_TABLE, TABLE_STRIDE, BLOCK_SIZE, TREE, TREE_STRIDE, IS_CAUSAL,
-    SCRATCH, SCRATCH_STRIDE, TILE_CONFIG, LAYERS, EPS, FINAL_NORM, OUTPUT, NUM_SLOTS,
-) = range(35)  # fmt: skip
+    SCRATCH, SCRATCH_STRIDE, TILE_CONFIG, LAYERS, EPS, FINAL_NORM, OUTPUT, ARRIVALS, NUM_SLOTS,
+) = range(36)  # fmt: skip
 
 # Columns of the layer table (int64). Zero means absent.
 (W_QKV, W_OUT, W_GATE_UP, W_DOWN, INPUT_NORM, POST_NORM, K_CACHE, V_CACHE, QKV_BIAS, Q_NORM, K_NORM, WINDOW, HAS_ROPE, TAP, NUM_COLUMNS) = (
@@ -362,6 +367,23 @@ def copy_rows(a: np.ndarray, out: int, thread: int) -> None:
 
 
 @njit
+def wait_for_all(a: np.ndarray) -> None:
+    """Barrier of the team, by a counter of arrivals that only grows.
+
+    OpenMP's own barrier puts a waiting thread to sleep at once when a process holds more OpenMP threads than cores (a second
+    pool is enough), and 240 wake-ups of 50 us a step would double its time. After a while the core is offered to others.
+    """
+    num_threads = a[NUM_THREADS]
+    goal = (atomic_add(a[ARRIVALS], 1) // num_threads + 1) * num_threads
+    spins = 0
+    while atomic_load(a[ARRIVALS]) < goal:
+        pause()
+        spins += 1
+        if spins > SPINS:
+            yield_cpu()
+
+
+@njit
 def run_layer(a: np.ndarray, layer: np.ndarray, thread: int, scratch: int, eps: float) -> None:
     """One decoder layer. Barriers stand where a thread reads what another wrote."""
     num_threads, hidden, tiles = a[NUM_THREADS], a[HIDDEN], (a[NUM_ROWS] + ROWS - 1) // ROWS
@@ -370,32 +392,33 @@ def run_layer(a: np.ndarray, layer: np.ndarray, thread: int, scratch: int, eps: 
     norm_rows(a, layer[INPUT_NORM], a[NORMED], thread, eps)
     if layer[TAP] != 0:
         copy_rows(a, layer[TAP], thread)
-    barrier()
+    wait_for_all(a)
     first, last = share(qkv_width // 16, thread, num_threads, 4)
     gemm_blocks(a[NORMED], hidden * 2, layer[W_QKV], hidden // 32, first, last, a[QKV], qkv_width * 4, tiles, False)
-    barrier()
+    wait_for_all(a)
     for row in range(thread, a[NUM_ROWS], num_threads):
         prepare_row(a, layer, row, eps)
-    barrier()
+    wait_for_all(a)
     attend(a, layer, thread, scratch)
-    barrier()
+    wait_for_all(a)
     first, last = share(hidden // 16, thread, num_threads, 2)
     gemm_blocks(a[ATTENDED], q_width * 2, layer[W_OUT], q_width // 32, first, last, a[RESIDUAL], hidden * 4, tiles, True)
-    barrier()
+    wait_for_all(a)
     norm_rows(a, layer[POST_NORM], a[NORMED], thread, eps)
-    barrier()
+    wait_for_all(a)
     first, last = share(a[MLP] // 16, thread, num_threads, 1)
     gate_up_blocks(a, layer[W_GATE_UP], first, last, scratch)
-    barrier()
+    wait_for_all(a)
     first, last = share(hidden // 16, thread, num_threads, 2)
     gemm_blocks(a[ACTIVATION], a[MLP] * 2, layer[W_DOWN], a[MLP] // 32, first, last, a[RESIDUAL], hidden * 4, tiles, True)
-    barrier()
+    wait_for_all(a)
 
 
 @cfunc(types.void(types.voidptr), nopython=True, cache=True)
 def decoder_entry(arguments: int) -> None:
     """Run the layers of a call table on one thread of the team."""
     a = carray(arguments, (NUM_SLOTS,), np.int64)
+    a[NUM_THREADS] = np.int64(team_size())  # the runtime may grant fewer than asked; every thread writes the same number
     tile_config(a[TILE_CONFIG])
     thread = np.int64(thread_num())
     scratch = a[SCRATCH] + thread * a[SCRATCH_STRIDE]

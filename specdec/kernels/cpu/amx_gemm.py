@@ -16,7 +16,7 @@ import torch
 from numba import carray, cfunc, njit, types
 
 from specdec.kernels.cpu import team
-from specdec.kernels.cpu.llvm import pointer, thread_num, tile_config, tile_dot, tile_load, tile_store, tile_zero
+from specdec.kernels.cpu.llvm import pointer, team_size, thread_num, tile_config, tile_dot, tile_load, tile_store, tile_zero
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -182,7 +182,7 @@ def share(total: int, thread: int, num_threads: int, unit: int) -> tuple[int, in
 def _gemm_entry(arguments: int) -> None:
     a = carray(arguments, (10,), np.int64)
     tile_config(a[9])
-    first, last = share(a[4], np.int64(thread_num()), a[0], 4)
+    first, last = share(a[4], np.int64(thread_num()), np.int64(team_size()), 4)
     gemm_blocks(a[1], a[2], a[3], a[5], first, last, a[6], a[7], a[8], False)
 
 

@@ -122,9 +122,50 @@ def thread_num(typingctx):  # type: ignore[no-untyped-def]  # noqa: D103
 
 
 @intrinsic
-def barrier(typingctx):  # type: ignore[no-untyped-def]  # noqa: D103
+def team_size(typingctx):  # type: ignore[no-untyped-def]  # noqa: D103
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        _external(builder, "specdec_barrier", ir.VoidType(), [])
+        return _external(builder, "specdec_team_size", _I32, [])
+
+    return types.int32(), codegen
+
+
+@intrinsic
+def atomic_add(typingctx, address, value):  # type: ignore[no-untyped-def]
+    """Add to the int64 at an address and return what it held before."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.atomic_rmw("add", builder.inttoptr(args[0], _I64.as_pointer()), args[1], "acq_rel")
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def atomic_load(typingctx, address):  # type: ignore[no-untyped-def]
+    """Read the int64 at an address, with all that was written before it."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.load_atomic(builder.inttoptr(args[0], _I64.as_pointer()), "acquire", 8)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def pause(typingctx):  # type: ignore[no-untyped-def]
+    """Tell the core that this is a spin loop."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        _external(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def yield_cpu(typingctx):  # type: ignore[no-untyped-def]
+    """Let another thread have the core."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        _external(builder, "sched_yield", _I32, [])
         return context.get_dummy_value()
 
     return types.void(), codegen

@@ -1,7 +1,7 @@
 """Team: runs compiled code on the OpenMP threads torch already owns.
 
-Owns: the library handle and the two symbols compiled code calls (thread number, barrier). A second thread pool would
-fight torch's spinning workers for the same cores. Must not know: what runs.
+Owns: the library handle and the two symbols compiled code calls (thread number, team size). A second thread pool would fight
+torch's spinning workers for the same cores. Must not know: what runs.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def openmp() -> ctypes.CDLL | None:
 
 @cache
 def register_symbols() -> bool:
-    """Tell LLVM where thread number and barrier live; False without an OpenMP runtime."""
+    """Tell LLVM where a thread asks for its number and the team's size; False without an OpenMP runtime."""
     import llvmlite.binding as llvm
 
     library = openmp()
     if library is None:
         return False
-    for name, function in (("specdec_thread_num", library.omp_get_thread_num), ("specdec_barrier", library.GOMP_barrier)):
+    for name, function in (("specdec_thread_num", library.omp_get_thread_num), ("specdec_team_size", library.omp_get_num_threads)):
         llvm.add_symbol(name, ctypes.cast(function, ctypes.c_void_p).value)
     return True
 
