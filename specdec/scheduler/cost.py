@@ -64,7 +64,7 @@ class StepCost:
         self.correction = 1.0
         self.slope = 0.0  # seconds per token of context
         self._bins: dict[int, _Bin] = {}
-        self._spread, self._together = 1e6, 0.0  # context squared, context times seconds; the first holds the slope at 0 at first
+        self._spread, self._together = 3e7, 0.0  # context squared, context times seconds; the first holds the slope near 0 at first
         self._knots: list[tuple[float, float]] = []
         self._known: dict[int, float] = {}
 
