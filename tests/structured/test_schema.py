@@ -1,0 +1,129 @@
+"""What a schema says is kept whole, or it is refused by keyword and place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jsonschema
+import pytest
+
+from specdec.structured.compiler import Grammar
+from specdec.structured.faults import GrammarFault
+from specdec.structured.regex import check_regex
+from specdec.structured.schema import MAX_DEPTH, checked_schema
+
+INTEGER = {"type": "integer"}
+REFUSED: list[tuple[Any, str]] = [
+    ({"not": {"type": "string"}}, "#: the keyword not"),
+    ({"properties": {"a": {"contains": INTEGER}}}, "#/properties/a: the keyword contains"),
+    ({"type": "array", "items": INTEGER, "uniqueItems": True}, "uniqueItems"),
+    ({"if": {}, "then": {}}, "keyword if"),
+    ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+    ({"type": "object", "properties": {"a": {}}, "unevaluatedProperties": False}, "unevaluatedProperties"),
+    ({"type": "string", "format": "date", "maxLength": 3}, "format and maxLength cannot be enforced together"),
+    ({"type": "string", "pattern": "a+", "minLength": 3}, "minLength and pattern"),
+    ({"type": "number", "multipleOf": 0.5}, "multipleOf is enforced for whole numbers"),
+    ({"type": "integer", "multipleOf": 0.5}, "multipleOf is enforced for whole numbers"),
+    ({"type": "integer", "multipleOf": 3, "minimum": 9}, "multipleOf is not enforced beside a range"),
+    ({"type": "number", "minimum": 1, "exclusiveMinimum": True}, "exclusiveMinimum must be a number"),
+    ({"oneOf": [{"type": "number"}, INTEGER]}, "branches 0 and 1 may accept the same value"),
+    ({"oneOf": [{"type": "object", "required": ["a"]}, {"type": "object", "required": ["b"]}]}, "may accept the same value"),
+    ({"allOf": [INTEGER, {"minimum": 3}]}, "allOf is enforced with one schema only"),
+    ({"type": "object", "anyOf": [{"required": ["a"]}]}, "anyOf is enforced alone, but type stands beside it"),
+    ({"$ref": "#/$defs/a", "minimum": 3, "$defs": {"a": INTEGER}}, r"\$ref is enforced alone, but minimum"),
+    ({"$ref": "http://x.y/z"}, "only places of the same schema"),
+    ({"$ref": "#/$defs/b", "$defs": {"a": INTEGER}}, "'b' is not there"),
+    ({"$ref": "#/x-mine/a", "x-mine": {"a": {"not": {}}}}, "no schema stands there"),
+    ({"type": "string", "enum": [1, 2]}, "no value of enum has the type"),
+    ({"minLength": 3, "minimum": 3}, "string and number, so the schema needs a type"),
+    ({"type": "object", "required": ["z"], "additionalProperties": False}, "'z' is required, but neither in properties"),
+    ({"type": "object", "properties": {"ab": {}}, "patternProperties": {"^a": INTEGER}}, "patternProperties is not enforced beside"),
+    ({"type": "object", "properties": {"q": INTEGER}, "propertyNames": {"maxLength": 0}}, "propertyNames is not enforced beside"),
+    ({"type": "array", "items": [INTEGER]}, r"#/items: a schema is an object or a boolean, not \["),
+    ({"type": "string", "pattern": "a^b"}, r"#/pattern: the regex has \^ at character 1"),
+    ({"anyOf": []}, "must be a list that is not empty"),
+    ([], "a schema is an object or a boolean"),
+]
+
+
+@pytest.mark.parametrize(("schema", "text"), REFUSED, ids=lambda value: json.dumps(value)[:50] if not isinstance(value, str) else "")
+def test_what_could_not_be_kept_is_refused(schema: Any, text: str) -> None:
+    with pytest.raises(GrammarFault, match=text):
+        checked_schema(json.dumps(schema))
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"type": "string"', "[" * 100_000])
+def test_what_is_no_json_is_refused(text: str) -> None:
+    with pytest.raises(GrammarFault, match="no JSON text"):
+        checked_schema(text)
+
+
+def test_deep_nesting_is_refused_before_the_compiler_sees_it() -> None:
+    assert checked_schema('{"items":' * MAX_DEPTH + "{}" + "}" * MAX_DEPTH)
+    with pytest.raises(GrammarFault, match="nested deeper than 64"):
+        checked_schema('{"items":' * (MAX_DEPTH + 1) + "{}" + "}" * (MAX_DEPTH + 1))
+
+
+# schema, documents it must let through, documents it must not
+KEPT: list[tuple[Any, list[Any], list[Any]]] = [
+    ({"minLength": 3}, ["abc"], ["a"]),
+    ({"minimum": 3}, [4], [1]),
+    ({"required": ["z"]}, [{"z": 1}], [{}, 3]),
+    ({"type": "object", "required": ["z"], "additionalProperties": INTEGER}, [{"z": 1}], [{"z": "a"}, {}]),
+    ({"type": "string", "enum": ["a", 1]}, ["a"], [1]),
+    ({"type": ["integer", "null"], "enum": ["a", 1, None, True]}, [1, None], ["a", True]),
+    ({"type": "number", "const": 3}, [3], [4]),
+    ({"oneOf": [{"type": "string"}, INTEGER]}, ["a", 1], [[]]),
+    (
+        {
+            "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
+            "$defs": {
+                "a": {"type": "object", "properties": {"k": {"const": "a"}, "v": INTEGER}, "required": ["k", "v"]},
+                "b": {"type": "object", "properties": {"k": {"enum": ["b"]}, "w": INTEGER}, "required": ["k", "w"]},
+            },
+        },
+        [{"k": "a", "v": 1}, {"k": "b", "w": 1}],
+        [{"k": "a", "w": 1}],
+    ),
+    ({"allOf": [INTEGER]}, [1], ["a"]),
+    ({"$ref": "#/$defs/a~1b", "$defs": {"a/b": INTEGER}}, [1], ["a"]),
+    ({"type": "object", "properties": {"a": INTEGER, "n": {"$ref": "#"}}}, [{"a": 1, "n": {"a": 2}}], [{"n": {"a": "x"}}]),
+    ({"type": "string", "pattern": "^a$|^b$"}, ["a", "b"], ["ab"]),
+    ({"type": "integer", "multipleOf": 3}, [9], [4]),
+    ({"type": "array", "items": INTEGER, "uniqueItems": False}, [[1, 1]], [["a"]]),
+    (True, [{"a": [1]}, 3], []),
+    ({"type": "object", "additionalProperties": {"type": "boolean"}, "minProperties": 1}, [{"a": True}], [{}, {"a": 1}]),
+    ({"title": "T", "description": "d", "default": {"not": 1}, "type": "null"}, [None], [1]),
+]
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), KEPT, ids=lambda value: json.dumps(value)[:50])
+def test_grammars_accept_what_the_schema_does(schema: Any, good: list[Any], bad: list[Any], grammar: Callable[..., Grammar]) -> None:
+    compiled = grammar(json_schema=json.dumps(schema))
+    for document in good:
+        assert accepts(compiled, json.dumps(document)), document
+        jsonschema.validate(document, schema)
+    for document in bad:
+        assert not accepts(compiled, json.dumps(document)), document
+
+
+def accepts(grammar: Grammar, text: str) -> bool:
+    import xgrammar
+
+    state = xgrammar.GrammarMatcher(grammar.compiled)
+    return bool(state.accept_string(text) and state.is_completed())
+
+
+@pytest.mark.parametrize("pattern", ["^ab$", "^a|b$", "a|^b", "[^a$]+", r"\$\^", "(a|b)*", r"\d+[]^]", "x[\\]^]"])
+def test_regexes_that_mean_what_they_say_pass(pattern: str) -> None:
+    check_regex(pattern)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"), [("a^", r"\^ at character 1"), ("(a$)b", r"\$ at character 2"), (r"a\Z", r"\\Z"), (r"\Qa", r"\\Q")]
+)
+def test_regexes_that_would_be_read_past_are_refused(pattern: str, text: str) -> None:
+    with pytest.raises(GrammarFault, match=text):
+        check_regex(pattern)
