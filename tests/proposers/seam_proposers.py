@@ -61,10 +61,12 @@ class RaggedProposer(BaseProposer):
     def __init__(self, max_nodes: int = 5) -> None:
         self.traits = traits(max_nodes)
         self.rng = random.Random(0)
+        self.num_proposed = 0
         self.released: list[Outcome] = []
 
     def propose(self, step: StepView) -> DraftBatch:
         counts = [self.rng.randint(0, may_draft(step, i)) for i in range(len(step.rows))]
+        self.num_proposed += sum(counts)
         return host_batch([[self.rng.randrange(TOY_VOCAB_SIZE) for _ in range(n)] for n in counts], source="seam")
 
     def release(self, rows: Sequence[int], outcomes: Sequence[Outcome]) -> None:

@@ -151,6 +151,15 @@ def test_released_rows_report_their_outcomes(target_path: Path) -> None:
     assert list(outcomes[6, 7].output_token_ids) == kept
 
 
+def test_overlapped_steps_test_no_draft_twice(target_path: Path) -> None:
+    """A plan made before the drafts were known has rows for more of them; what an earlier step left there is not tested again."""
+    requests = [request(f"r{i}", [i, 2, 3], max_tokens=40) for i in range(4)]
+    proposer = seam.RaggedProposer()
+    result = run(resolved_for(target_path, traits=proposer.traits, async_scheduling=True), requests, lambda _: proposer)
+    assert result.token_ids == plain(target_path, requests)
+    assert 100 < result.num_drafted() <= proposer.num_proposed
+
+
 def test_the_audit_sees_a_prefix_hit_whose_next_token_differs(target_path: Path) -> None:
     """A drafter whose KV reads one token ahead needs hashes that cover it: without prefill_lookahead the audit must fail."""
     text = list(range(4 * BLOCK_SIZE))
