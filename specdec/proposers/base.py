@@ -256,6 +256,7 @@ REGISTRY: dict[str, str] = {
     "ngram": "specdec.proposers.ngram:NgramProposer",
     "ngram_gpu": "specdec.proposers.ngram_gpu:NgramGpuProposer",
     "suffix": "specdec.proposers.suffix:SuffixProposer",
+    "custom_class": "specdec.proposers.custom_class:build_custom",
     "draft_model": "specdec.proposers.draft_model:DraftModelProposer",
     "early_exit": "specdec.proposers.early_exit:EarlyExitProposer",
     "hybrid": "specdec.proposers.hybrid:HybridProposer",
