@@ -27,14 +27,15 @@ class DraftSampling:
     """How drafts may be drawn, one entry per request of the batch.
 
     temperature [R] f32 (0: argmax), seed [R] int64, top_k [R] int64 (0: off), top_p [R] f32.
-    token_mask(depth) returns a [R, V] bool mask of what the grammar allows at that depth, or None.
+    token_mask(depth, paths=None) returns a [R, V] bool mask of what the grammar allows at that depth (0: right behind the anchor),
+    or None. paths: by batch index, the drafts before it; without them only depth 0 is known.
     """
 
     temperature: torch.Tensor
     seed: torch.Tensor
     top_k: torch.Tensor
     top_p: torch.Tensor
-    token_mask: Callable[[int], torch.Tensor | None] | None = None
+    token_mask: Callable[..., torch.Tensor | None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,6 +258,7 @@ REGISTRY: dict[str, str] = {
     "ngram_gpu": "specdec.proposers.ngram_gpu:NgramGpuProposer",
     "suffix": "specdec.proposers.suffix:SuffixProposer",
     "custom_class": "specdec.proposers.custom_class:build_custom",
+    "extract_hidden_states": "specdec.proposers.extract_hidden_states:ExtractHiddenStatesProposer",
     "draft_model": "specdec.proposers.draft_model:DraftModelProposer",
     "early_exit": "specdec.proposers.early_exit:EarlyExitProposer",
     "hybrid": "specdec.proposers.hybrid:HybridProposer",

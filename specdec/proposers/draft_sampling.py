@@ -30,17 +30,22 @@ class DrawnDrafts(NamedTuple):
 
 
 def draw_drafts(
-    logits: torch.Tensor, sampling: DraftSampling, *, requests: torch.Tensor, anchors: torch.Tensor, index: int, method: DraftSampleMethod
+    logits: torch.Tensor,
+    sampling: DraftSampling,
+    *,
+    requests: torch.Tensor,
+    anchors: torch.Tensor,
+    index: int,
+    method: DraftSampleMethod,
+    paths: Mapping[int, Sequence[int]] | None = None,
 ) -> DrawnDrafts:
     """Draw draft `index` (0 for the one after the anchor) of each row of logits [N, Vd].
 
     requests [N] int64: place of each row in the batch and so in `sampling`. anchors [N] int64: position of the token that the
-    chain follows. Temperature, top-k and top-p are the request's; what the grammar forbids is never drawn.
+    chain follows. Temperature, top-k and top-p are the request's. paths: by place in the batch, the drafts before this one; what the
+    grammar forbids behind them is never drawn.
     """
-    logits = logits.float()
-    mask = sampling.token_mask(index) if sampling.token_mask is not None else None
-    if mask is not None:
-        logits = logits.masked_fill(~mask[requests, : logits.shape[1]], -torch.inf)
+    logits = _allowed(logits.float(), sampling, requests=requests, index=index, paths=paths)
     device, seed = logits.device, sampling.seed[requests]
     cuts = {
         "temperature": sampling.temperature[requests],
@@ -57,6 +62,18 @@ def draw_drafts(
     else:
         u = kernel("uniform", device)(seed, anchors + index, purpose=PURPOSE_TARGET)
     return DrawnDrafts(kernel("sample_logits", device)(logits, u, **cuts), None)
+
+
+def _allowed(
+    logits: torch.Tensor, sampling: DraftSampling, *, requests: torch.Tensor, index: int, paths: Mapping[int, Sequence[int]] | None
+) -> torch.Tensor:
+    mask = sampling.token_mask(index, paths) if sampling.token_mask is not None else None
+    if mask is None:
+        return logits
+    known = min(mask.shape[1], logits.shape[1])  # ids past the target's vocabulary are never allowed
+    allowed = torch.zeros_like(logits, dtype=torch.bool)
+    allowed[:, :known] = mask[requests, :known]
+    return logits.masked_fill(~allowed, -torch.inf)
 
 
 class ChainDraws:
@@ -77,6 +94,7 @@ class ChainDraws:
             anchors=torch.tensor([self.anchors[request] for request in requests], dtype=torch.int64, device=device),
             index=len(self.tokens[requests[0]]) if requests else 0,
             method=self.method,
+            paths={request: chain for request, chain in self.tokens.items() if -1 not in chain},
         )
         for row, (request, token) in enumerate(zip(requests, drawn.ids.tolist(), strict=True)):
             self.tokens[request].append(token)
