@@ -268,6 +268,9 @@ def verify(
     temperature: Annotated[float, _opt("--temperature", group=TEST, help="Of the sampled answers.")] = 0.8,
     tokens: Annotated[int | None, _opt("--tokens", group=TEST, help="Tokens to test for each law; none: 8000, or 2000.")] = None,
     length: Annotated[int | None, _opt("--length", group=TEST, help="Tokens of one answer; none: 64, or 32.")] = None,
+    samples: Annotated[
+        int | None, _opt("--samples", group=TEST, help="Short texts a prompt, of the two-sample test; none: 100, or 40.")
+    ] = None,
     false_alarm: Annotated[float, _opt("--false-alarm", group=TEST, help="How often a correct engine may fail.")] = 1e-4,
     seed: Annotated[int, _opt("--seed", group=TEST, help="Of all random numbers.")] = 0,
     quick: Annotated[bool, _opt("--quick", group=TEST, help="A quarter of the work: finds coarse errors.")] = False,
@@ -285,7 +288,8 @@ def verify(
         model=ModelConfig(model=name, dtype=dtype, max_model_len=max_model_len, trust_remote_code=trust_remote_code),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_waiting=0),
     )
-    sizes = (QUICK if quick else {}) | {key: value for key, value in (("tokens", tokens), ("length", length)) if value is not None}
+    asked = {"tokens": tokens, "length": length, "tv_samples": samples}
+    sizes = (QUICK if quick else {}) | {key: value for key, value in asked.items() if value is not None}
     return run_and_print(
         engine,
         SpeculationFlags(config=speculative_config, method=spec_method, model=spec_model, num_tokens=spec_tokens),

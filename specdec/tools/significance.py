@@ -49,7 +49,7 @@ def kolmogorov_sf(distance: float, num: int) -> float:
     if scaled < 1.0:  # the alternating series converges slowly here, its theta transform at once
         terms = (math.exp(-((2 * j - 1) ** 2) * math.pi**2 / (8 * scaled**2)) for j in range(1, 6)) if scaled > 0.04 else ()
         return min(1.0, 1.0 - math.sqrt(2 * math.pi) / max(scaled, 0.04) * sum(terms))
-    return max(0.0, 2 * sum((-1) ** (j - 1) * math.exp(-2 * j**2 * scaled**2) for j in range(1, 20)))
+    return max(0.0, 2 * sum((1 if j % 2 else -1) * math.exp(-2 * j**2 * scaled**2) for j in range(1, 20)))
 
 
 def uniform_bins(values: torch.Tensor, name: str) -> Check:

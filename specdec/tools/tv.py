@@ -48,9 +48,11 @@ def compare(plain: Sequence[Sequence[Text]], again: Sequence[Sequence[Text]], dr
 
 
 def _one_hot(first: Sequence[Text], second: Sequence[Text]) -> tuple[np.ndarray, int]:
-    """([n1 + n2, B] symbols of both samples, n1)."""
+    """([n1 + n2, B] symbols of both samples, n1). Equally frequent texts are ordered by their ids: which sample a text came
+    from must not decide whether it is counted alone."""
     texts = [*first, *second]
-    top = {text: index for index, (text, _) in enumerate(Counter(texts).most_common(TOP_SYMBOLS))}
+    ordered = sorted(Counter(texts).items(), key=lambda item: (-item[1], item[0]))
+    top = {text: index for index, (text, _) in enumerate(ordered[:TOP_SYMBOLS])}
     symbols = np.array([top.get(text, TOP_SYMBOLS) for text in texts])
     return np.eye(TOP_SYMBOLS + 1)[symbols], len(first)
 

@@ -23,6 +23,7 @@ from specdec.tools.significance import Check, holm
 from specdec.tools.tv import Variation
 
 Load = Callable[[], Arm]
+TAIL = 8  # tokens a short text goes on for after those that are compared: near its end nothing is drafted
 CONTROL_SHARE = 4  # the plain control is tested on a quarter of the tokens
 OUTSIDE_SHARE = {"float32": 0.001, "float16": 0.01, "bfloat16": 0.02}  # tokens that rounding may move over the edge of a cut
 
@@ -51,14 +52,14 @@ class VerifyOptions:
         _require("tokens", self.tokens, self.tokens >= 400, "be at least 400: fewer say nothing about a law")
         _require("length", self.length, 8 <= self.length <= 4096, "be in 8..4096 tokens")
         _require("false-alarm", self.alpha, 0 < self.alpha <= 0.05, "be in (0, 0.05]")
-        _require("tv_samples", self.tv_samples, self.tv_samples >= 10, "be at least 10")
+        _require("samples", self.tv_samples, self.tv_samples >= 10, "be at least 10")
         _require("seed", self.seed, 0 <= self.seed < 2**40, "be in 0..2^40")
 
     @property
     def laws(self) -> dict[str, SamplingParams]:
         """The laws under test: the temperature alone, and all cuts and penalties together."""
         plain = SamplingParams(temperature=self.temperature, max_tokens=self.length, ignore_eos=True)
-        processed = replace(plain, top_k=100, top_p=0.9, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.2)
+        processed = replace(plain, top_k=100, top_p=0.9, min_p=0.01, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.5)
         return {f"temperature {self.temperature:g}": plain, "with cuts and penalties": processed}
 
 
@@ -144,7 +145,8 @@ def verify(
     if rule.exact_match:
         identities.append(identity.compare("seeded", plain.seeded, drafted.seeded, scorer=scorer, dtype=dtype))
     laws = _law_results(scorer, {"plain": plain, "speculative": drafted}, rule, options=options, advance=advance)
-    variation = tv.compare(*map(_texts, (*plain.short, *drafted.short)), seed=options.seed)
+    plain_texts, again, drafted_texts = (_texts(sample, options.tv_length) for sample in (*plain.short, *drafted.short))
+    variation = tv.compare(plain_texts, again, drafted_texts, seed=options.seed)
     findings = [_identity_finding(x) for x in identities if not x.holds]
     findings += _law_findings([x for x in laws if x.engine == "speculative"], options.alpha, dtype, extra=[variation.check])
     return VerifyReport(
@@ -165,7 +167,8 @@ def num_steps(num_prompts: int, options: VerifyOptions) -> int:
     """Tokens to generate and to score in all, for a progress bar."""
     laws = len(options.laws)
     tested = sum(_num_texts(tokens, options) * options.length * laws for tokens in (options.tokens, options.tokens // CONTROL_SHARE))
-    return 2 * tested + 4 * num_prompts * options.length + 3 * _tv_prompts(num_prompts, options) * options.tv_samples * options.tv_length
+    short = 3 * _tv_prompts(num_prompts, options) * options.tv_samples * (1 + options.tv_length + TAIL)
+    return 2 * tested + 4 * num_prompts * options.length + short
 
 
 def _ask(
@@ -187,7 +190,7 @@ def _ask(
 
 
 def _ask_short(arm: Arm, prompts: Sequence[tuple[int, ...]], options: VerifyOptions, *, seed: int, advance: Advance) -> list[list[Answer]]:
-    sampling = replace(next(iter(options.laws.values())), max_tokens=options.tv_length)
+    sampling = replace(next(iter(options.laws.values())), max_tokens=1 + options.tv_length + TAIL)
     count = options.tv_samples
     questions = [Question(prompt, replace(sampling, seed=seed + p * count + i)) for p, prompt in enumerate(prompts) for i in range(count)]
     answers = arm.answer(questions, advance=advance)
@@ -202,8 +205,9 @@ def _tv_prompts(num_prompts: int, options: VerifyOptions) -> int:
     return min(options.tv_prompts, num_prompts)
 
 
-def _texts(sample: list[list[Answer]]) -> list[list[tuple[int, ...]]]:
-    return [[tuple(answer.token_ids) for answer in answers] for answers in sample]
+def _texts(sample: list[list[Answer]], length: int) -> list[list[tuple[int, ...]]]:
+    """The tokens to compare; the first one is left out, since it comes with the prompt and never from a draft."""
+    return [[tuple(answer.token_ids[1 : 1 + length]) for answer in answers] for answers in sample]
 
 
 def _law_results(

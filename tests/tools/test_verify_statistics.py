@@ -174,6 +174,13 @@ def test_total_variation_of_other_laws_is_above_it() -> None:
     assert variation.check.p_value < 1e-5
 
 
+def test_texts_that_occur_once_do_not_tell_the_samples_apart() -> None:
+    """More different texts than symbols: which of them share one symbol may not depend on the sample they came from."""
+    generator = torch.Generator().manual_seed(0)
+    plain, again, drafted = ([[(int(x),) for x in torch.randperm(10_000, generator=generator)[:300]] for _ in range(3)] for _ in range(3))
+    assert tv.compare(plain, again, drafted, seed=0).permutation_p > 0.01
+
+
 def test_identical_samples_have_no_variation() -> None:
     texts = [[(1, 2)] * 20]
     variation = tv.compare(texts, texts, texts, seed=0)
