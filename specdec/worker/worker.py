@@ -99,7 +99,9 @@ def memory_plan(resolved: ResolvedConfig, model: TargetModel, need: MemoryNeed) 
         fraction = cache.memory_fraction or CPU_FRACTION
     max_nodes = resolved.traits.max_nodes if resolved.traits else 0
     logits_rows = min(limits.max_num_seqs * (1 + max_nodes), limits.max_num_batched_tokens)
-    logits_bytes = logits_rows * resolved.vocab_size * 4 * 3  # logits, law, and its running sum
+    has_laws = resolved.traits is not None and resolved.traits.laws != "one_hot"
+    copies = 6 if has_laws else 3  # logits, law, and its running sum; then drafts' laws, waiting and under test, and a residual
+    logits_bytes = logits_rows * resolved.vocab_size * 4 * copies
     activation_bytes = limits.max_num_batched_tokens * resolved.hf_config.hidden_size * 4 * 16
     heads, head_dim = model.kv_shape()
     element = torch.empty(0, dtype=model.dtype).element_size()

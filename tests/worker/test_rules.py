@@ -93,6 +93,19 @@ def test_laws_of_uneven_chains_are_joined() -> None:
     assert join_laws(None, 2) == (None, None)
 
 
+def test_laws_of_one_pass_are_joined_without_a_copy() -> None:
+    whole = torch.randn(4, 3, 7)
+    laws = [Dense(whole[i : i + 1]) for i in range(4)]
+    joined, _ = join_laws(laws[1:], 3)
+    assert joined is not None
+    assert torch.equal(joined, whole[1:])
+    assert joined.data_ptr() == whole[1:].data_ptr()
+    for chosen in ([0, 2], [2, 1], [1, 1]):
+        logits, _ = join_laws([laws[i] for i in chosen], 2)
+        assert logits is not None
+        assert torch.equal(logits, whole[chosen][:, :2])
+
+
 def config(**keys: Any) -> NgramConfig:
     return NgramConfig(num_speculative_tokens=4, **keys)
 
