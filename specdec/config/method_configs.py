@@ -126,11 +126,16 @@ class HiddenStatesModel(BaseModel):
 
 
 class ExtractHiddenStatesConfig(OneHotConfig):
-    """Write chosen hidden states to files; no speculation happens."""
+    """Write chosen hidden states to files; no speculation happens.
+
+    shared_storage_path: directory of the files, the system's temporary one by default. include_output_tokens: prompt and output.
+    """
 
     method: Literal["extract_hidden_states"] = "extract_hidden_states"
     num_speculative_tokens: Count = 1
     draft_model_config: HiddenStatesModel
+    shared_storage_path: Text | None = None
+    include_output_tokens: Flag = False
 
     @model_validator(mode="before")
     @classmethod
