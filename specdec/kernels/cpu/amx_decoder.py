@@ -14,6 +14,7 @@ from numba import carray, cfunc, njit, types
 
 from specdec.kernels.cpu.amx_gemm import ROWS, TILE_BYTES, gemm_blocks, share
 from specdec.kernels.cpu.llvm import (
+    UNSEEN,
     accumulate_values,
     atomic_add,
     atomic_load,
@@ -21,6 +22,8 @@ from specdec.kernels.cpu.llvm import (
     float_of,
     pause,
     pointer,
+    silu_times,
+    softmax_keys,
     team_size,
     thread_num,
     tile_config,
@@ -28,12 +31,12 @@ from specdec.kernels.cpu.llvm import (
     tile_load,
     tile_store,
     tile_zero,
+    widen_rows,
     yield_cpu,
 )
 
 CHUNK = 64  # keys attended at once: four tiles of scores
 LOG2E = np.float32(1.4426950408889634)
-NEVER = np.float32(-1e30)  # score of a key that may not be seen; finite, so that an empty chunk stays harmless
 SPINS = 2000  # about 0.1 ms: longer than any stage lasts on an idle machine
 FAST = {"contract", "nsz", "reassoc", "arcp"}  # no `nnan`, `ninf`: a broken row must stay visible
 
@@ -86,22 +89,6 @@ def to_bf16(value: float) -> int:
 def from_bf16(value: int) -> float:
     """Widen bf16 bits."""
     return float_of(np.uint32(value) << np.uint32(16))
-
-
-@njit(inline="always")
-def exp2(x: float) -> float:
-    """2^x by a degree-6 polynomial on the fraction (relative error 2e-7), so that LLVM can use all lanes."""
-    x = max(min(x, np.float32(126.0)), np.float32(-126.0))
-    whole = np.floor(x + np.float32(0.5))
-    f = x - whole
-    p = np.float32(1.5403530e-4)
-    p = p * f + np.float32(1.3333558e-3)
-    p = p * f + np.float32(9.6181291e-3)
-    p = p * f + np.float32(5.5504109e-2)
-    p = p * f + np.float32(2.4022651e-1)
-    p = p * f + np.float32(6.9314718e-1)
-    p = p * f + np.float32(1.0)
-    return p * float_of(np.uint32(np.int32(whole) + np.int32(127)) << np.uint32(23))
 
 
 @njit(fastmath=FAST)
@@ -168,11 +155,7 @@ def prepare_row(a: np.ndarray, layer: np.ndarray, row: int, eps: float) -> None:
 def silu_product(gate_up: int, out: int, out_stride: int, num_rows: int) -> None:
     """out (bf16) = silu(gate) * up for two neighbouring [16, 16] float32 tiles."""
     for row in range(num_rows):
-        gate, up = f32(gate_up + row * 128, 16), f32(gate_up + row * 128 + 64, 16)
-        y = u16(out + row * out_stride, 16)
-        for i in range(16):
-            g = gate[i]
-            y[i] = to_bf16(g / (np.float32(1.0) + exp2(-g * LOG2E)) * up[i])
+        silu_times(gate_up + row * 128, gate_up + row * 128 + 64, out + row * out_stride)
 
 
 @njit(fastmath=FAST)
@@ -228,31 +211,26 @@ def score_chunk(a: np.ndarray, k_cache: int, table: int, kv_head: int, start: in
 def widen_values(a: np.ndarray, v_cache: int, table: int, kv_head: int, start: int, count: int, out: int) -> None:
     """Copy `count` value rows from token `start` on as float32, in slices of 64 dims: [Dh / 64, 64 tokens, 64]."""
     width, block_size = a[HEAD_DIM], a[BLOCK_SIZE]
+    stride = a[NUM_KV_HEADS] * width * 2
     blocks = carray(pointer(table), ((start + count - 1) // block_size + 1,), np.int32)
-    for t in range(count):
-        token = start + t
-        slot = np.int64(blocks[token // block_size]) * block_size + token % block_size
-        value = u16(v_cache + (slot * a[NUM_KV_HEADS] + kv_head) * width * 2, width)
+    for t in range(0, count, ROWS):  # 16 tokens never cross a block
+        slot = np.int64(blocks[(start + t) // block_size]) * block_size + (start + t) % block_size
+        value = v_cache + slot * stride + kv_head * width * 2
         for part in range(width // 64):
-            row = f32(out + (part * CHUNK + t) * 256, 64)
-            for i in range(64):
-                row[i] = from_bf16(value[part * 64 + i])
+            widen_rows(value + part * 128, stride, out + (part * CHUNK + t) * 256, min(ROWS, count - t))
 
 
 @njit(fastmath=FAST)
 def mask_scores(
     a: np.ndarray, layer: np.ndarray, request: int, first_row: int, first: int, count: int, start: int, num_keys: int, scores: int
 ) -> None:
-    """Scale scores to base 2 and hide what a query may not see: the future, other branches of a tree, keys behind the window."""
+    """Hide what a query may not see: the future, other branches of a tree, keys behind the window."""
     group = a[NUM_HEADS] // a[NUM_KV_HEADS]
     starts = i64(a[QUERY_STARTS], request + 2)
     query_len = starts[request + 1] - starts[request]
     context = i64(a[SEQ_LENS], request + 1)[request] - query_len
-    scale = LOG2E / np.float32(np.sqrt(np.float32(a[HEAD_DIM])))
     s = f32(scores, CHUNK * 16)
     places = i64(a[POSITIONS] + first_row * 8, query_len)
-    for i in range(num_keys * 16):
-        s[i] *= scale
     if start + num_keys <= context and layer[WINDOW] == 0:
         return
     for j in range(count):
@@ -269,26 +247,7 @@ def mask_scores(
                     key_place = places[token - context] - places[0]
                 hidden = hidden or key_place <= place - layer[WINDOW]
             if hidden:
-                s[t * 16 + j] = NEVER
-
-
-@njit(fastmath=FAST)
-def softmax_chunk(scores: int, num_keys: int, largest: int, total: int, rescale: int) -> None:
-    """Online softmax over the keys of a chunk for 16 queries at once: scores become weights, running maxima and sums move on."""
-    s, top, mass, factor = f32(scores, CHUNK * 16), f32(largest, 16), f32(total, 16), f32(rescale, 16)
-    for j in range(16):
-        factor[j] = top[j]
-    for t in range(num_keys):
-        for j in range(16):
-            top[j] = max(top[j], s[t * 16 + j])
-    for j in range(16):
-        factor[j] = exp2(factor[j] - top[j])
-        mass[j] *= factor[j]
-    for t in range(num_keys):
-        for j in range(16):
-            weight = exp2(s[t * 16 + j] - top[j]) if s[t * 16 + j] > NEVER else np.float32(0.0)
-            s[t * 16 + j] = weight
-            mass[j] += weight
+                s[t * 16 + j] = np.float32(UNSEEN)
 
 
 @njit(fastmath=FAST)
@@ -307,13 +266,14 @@ def attend_item(a: np.ndarray, layer: np.ndarray, request: int, kv_head: int, fi
         begin = max(context + offset - layer[WINDOW] + 1, 0) // CHUNK * CHUNK
     table = a[BLOCK_TABLE] + request * a[TABLE_STRIDE] * 4
     queries, scores = scratch, scratch + 32 * 1024
-    largest, total, rescale = scores + CHUNK * 64, scores + CHUNK * 64 + 64, scores + CHUNK * 64 + 128
+    state = scores + CHUNK * 64  # running maximum, sum and rescaling of 16 queries
     outputs = scores + CHUNK * 64 + 192
     values = outputs + 16 * width * 4
     pack_queries(a, first_row, kv_head, first, count, queries)
-    top, mass, out = f32(largest, 16), f32(total, 16), f32(outputs, 16 * width)
+    top, mass, factor, out = f32(state, 16), f32(state + 64, 16), f32(state + 128, 16), f32(outputs, 16 * width)
+    scale = LOG2E / np.float32(np.sqrt(np.float32(width)))
     for j in range(16):
-        top[j], mass[j] = NEVER, np.float32(0.0)
+        top[j], mass[j] = np.float32(UNSEEN), np.float32(0.0)
     for i in range(16 * width):
         out[i] = np.float32(0.0)
     for start in range(begin, end, CHUNK):
@@ -321,8 +281,7 @@ def attend_item(a: np.ndarray, layer: np.ndarray, request: int, kv_head: int, fi
         score_chunk(a, layer[K_CACHE], table, kv_head, start, end, queries, scores)
         widen_values(a, layer[V_CACHE], table, kv_head, start, num_keys, values)
         mask_scores(a, layer, request, first_row, first, count, start, num_keys, scores)
-        softmax_chunk(scores, num_keys, largest, total, rescale)
-        factor = f32(rescale, 16)
+        softmax_keys(scores, num_keys, scale, state)
         for j in range(count):
             for part in range(width // 64):
                 accumulate_values(outputs + (j * width + part * 64) * 4, factor[j], scores + j * 4, values + part * CHUNK * 256, num_keys)

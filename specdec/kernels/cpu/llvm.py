@@ -17,6 +17,8 @@ from numba.extending import intrinsic
 _I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _PTR = _I8.as_pointer()
 _LANES = 16
+_EXP2 = (1.5403530e-4, 1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1.0)  # Taylor terms ln(2)^n / n!
+UNSEEN = -1e30  # score of a key that may not be seen: finite, so that an empty chunk stays harmless
 _VEC = ir.VectorType(_F32, _LANES)
 
 
@@ -199,6 +201,115 @@ def accumulate_values(typingctx, acc, scale, weights, values, count):  # type: i
         return context.get_dummy_value()
 
     return types.void(types.int64, types.float32, types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def softmax_keys(typingctx, scores, count, scale, state):  # type: ignore[no-untyped-def]
+    """Online softmax of 16 queries over the keys of a chunk: scores [count, 16] float32 become weights in place.
+
+    state holds three rows of 16 float32: running maximum, running sum of weights, and (written) the factor by which
+    earlier sums shrink. Scores at or below UNSEEN weigh nothing; scale (positive) turns scores into powers of two.
+    """
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        scores, count, scale, state = args
+        scale = _broadcast(builder, scale)
+        before = _load_vector(builder, state, 0)
+        top = cgutils.alloca_once_value(builder, before)
+        with cgutils.for_range(builder, count, intp=_I64) as loop:
+            score = _load_vector(builder, _row(builder, scores, loop.index), 0)
+            builder.store(_larger(builder, score, builder.load(top)), top)
+        largest = builder.load(top)
+        factor = _exp2(builder, builder.fmul(builder.fsub(before, largest), scale))
+        total = cgutils.alloca_once_value(builder, builder.fmul(_load_vector(builder, state, 64), factor))
+        with cgutils.for_range(builder, count, intp=_I64) as loop:
+            at = _row(builder, scores, loop.index)
+            score = _load_vector(builder, at, 0)
+            weight = _exp2(builder, builder.fmul(builder.fsub(score, largest), scale))
+            weight = builder.select(builder.fcmp_ordered(">", score, _splat(UNSEEN)), weight, _splat(0.0))
+            _store_vector(builder, weight, at, 0)
+            builder.store(builder.fadd(builder.load(total), weight), total)
+        _store_vector(builder, largest, state, 0)
+        _store_vector(builder, builder.load(total), state, 64)
+        _store_vector(builder, factor, state, 128)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32, types.int64), codegen
+
+
+@intrinsic
+def silu_times(typingctx, gate, up, out):  # type: ignore[no-untyped-def]
+    """out[16] (bf16 bits) = silu(gate[16]) * up[16], float32 by address."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        gate, up = _load_vector(builder, args[0], 0), _load_vector(builder, args[1], 0)
+        power = _exp2(builder, builder.fmul(gate, _splat(-1.4426950408889634)))
+        value = builder.fmul(builder.fdiv(gate, builder.fadd(_splat(1.0), power)), up)
+        store = builder.store(_round_bf16(builder, value), builder.inttoptr(args[2], ir.VectorType(_I16, _LANES).as_pointer()))
+        store.align = 2
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def widen_rows(typingctx, source, stride, out, count):  # type: ignore[no-untyped-def]
+    """out[64 t .. 64 t + 63] (float32) = 64 bf16 values at source + stride * t (bytes), for t < count."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        source, stride, out, count = args
+        with cgutils.for_range(builder, count, intp=_I64) as loop:
+            row = builder.add(source, builder.mul(stride, loop.index))
+            target = builder.add(out, builder.shl(loop.index, ir.Constant(_I64, 8)))
+            for lane in range(4):
+                at = builder.inttoptr(builder.add(row, ir.Constant(_I64, lane * 32)), ir.VectorType(_I16, _LANES).as_pointer())
+                load = builder.load(at)
+                load.align = 2
+                bits = builder.shl(builder.zext(load, ir.VectorType(_I32, _LANES)), _integers(16))
+                _store_vector(builder, builder.bitcast(bits, _VEC), target, lane * 64)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64), codegen
+
+
+def _splat(value: float) -> ir.Constant:
+    return ir.Constant(_VEC, [value] * _LANES)
+
+
+def _integers(value: int) -> ir.Constant:
+    return ir.Constant(ir.VectorType(_I32, _LANES), [value] * _LANES)
+
+
+def _row(builder: Any, base: Any, index: Any) -> Any:
+    return builder.add(base, builder.shl(index, ir.Constant(_I64, 6)))
+
+
+def _larger(builder: Any, a: Any, b: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def _exp2(builder: Any, x: Any) -> Any:
+    """2^x of 16 lanes: a degree-6 polynomial on the fraction (relative error 2e-7), the whole part through the exponent."""
+    x = _larger(builder, x, _splat(-126.0))
+    x = builder.select(builder.fcmp_ordered("<", x, _splat(126.0)), x, _splat(126.0))
+    whole = _external(builder, "llvm.floor.v16f32", _VEC, [builder.fadd(x, _splat(0.5))])
+    fraction = builder.fsub(x, whole)
+    value = _splat(_EXP2[0])
+    for coefficient in _EXP2[1:]:
+        value = builder.fadd(builder.fmul(value, fraction, flags=("contract",)), _splat(coefficient), flags=("contract",))
+    exponent = builder.shl(builder.add(builder.fptosi(whole, ir.VectorType(_I32, _LANES)), _integers(127)), _integers(23))
+    return builder.fmul(value, builder.bitcast(exponent, _VEC))
+
+
+def _round_bf16(builder: Any, value: Any) -> Any:
+    bits = builder.bitcast(value, ir.VectorType(_I32, _LANES))
+    odd = builder.and_(builder.lshr(bits, _integers(16)), _integers(1))
+    rounded = builder.lshr(builder.add(builder.add(bits, _integers(0x7FFF)), odd), _integers(16))
+    return builder.trunc(rounded, ir.VectorType(_I16, _LANES))
+
+
+def _store_vector(builder: Any, value: Any, address: Any, offset: int) -> None:
+    builder.store(value, _vector_at(builder, address, offset)).align = 4
 
 
 def _vector_at(builder: Any, address: Any, offset: int) -> Any:
