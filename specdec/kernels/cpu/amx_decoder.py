@@ -152,21 +152,30 @@ def prepare_row(a: np.ndarray, layer: np.ndarray, row: int, eps: float) -> None:
 
 
 @njit(fastmath=FAST)
-def silu_product(gate_up: int, out: int, out_stride: int, num_rows: int) -> None:
-    """out (bf16) = silu(gate) * up for two neighbouring [16, 16] float32 tiles."""
+def silu_product(gate_up: int, stride: int, out: int, out_stride: int, num_rows: int) -> None:
+    """out (bf16) = silu(gate) * up for two neighbouring 16-column blocks of float32 rows."""
     for row in range(num_rows):
-        silu_times(gate_up + row * 128, gate_up + row * 128 + 64, out + row * out_stride)
+        at = gate_up + row * stride
+        silu_times(at, at + 64, out + row * out_stride)
 
 
 @njit(fastmath=FAST)
 def gate_up_blocks(a: np.ndarray, w: int, first: int, last: int, scratch: int) -> None:
-    """ACTIVATION columns of MLP blocks [first, last): each is a gate block and an up block of the interleaved weight."""
+    """ACTIVATION columns of MLP blocks [first, last): each is a gate block and an up block of the interleaved weight.
+
+    Two MLP blocks by up to two row tiles at a time, so that four tile products are always under way.
+    """
     hidden, mlp, num_rows = a[HIDDEN], a[MLP], a[NUM_ROWS]
     num_k = hidden // 32
-    for block in range(first, last):
-        for m in range(0, num_rows, ROWS):
-            gemm_blocks(a[NORMED] + m * hidden * 2, hidden * 2, w + 2 * block * num_k * TILE_BYTES, num_k, 0, 2, scratch, 128, 1, False)
-            silu_product(scratch, a[ACTIVATION] + (m * mlp + block * 16) * 2, mlp * 2, min(ROWS, num_rows - m))
+    for block in range(first, last, 2):
+        num_blocks = min(2, last - block)
+        weight = w + 2 * block * num_k * TILE_BYTES
+        for m in range(0, num_rows, 2 * ROWS):
+            rows = min(2 * ROWS, num_rows - m)
+            tiles = (rows + ROWS - 1) // ROWS
+            gemm_blocks(a[NORMED] + m * hidden * 2, hidden * 2, weight, num_k, 0, 2 * num_blocks, scratch, 256, tiles, False)
+            for n in range(num_blocks):
+                silu_product(scratch + n * 128, 256, a[ACTIVATION] + (m * mlp + (block + n) * 16) * 2, mlp * 2, rows)
 
 
 @njit(fastmath=FAST)
@@ -365,7 +374,7 @@ def run_layer(a: np.ndarray, layer: np.ndarray, thread: int, scratch: int, eps: 
     wait_for_all(a)
     norm_rows(a, layer[POST_NORM], a[NORMED], thread, eps)
     wait_for_all(a)
-    first, last = share(a[MLP] // 16, thread, num_threads, 1)
+    first, last = share(a[MLP] // 16, thread, num_threads, 2)
     gate_up_blocks(a, layer[W_GATE_UP], first, last, scratch)
     wait_for_all(a)
     first, last = share(hidden // 16, thread, num_threads, 2)
