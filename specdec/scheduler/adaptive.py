@@ -1,7 +1,7 @@
 """AdaptivePolicy: the engine chooses draft lengths by what drafts bring and cost just now, and stops where they do not pay.
 
 Owns: when to decide anew, when to stop drafting and when to try again. Must not know: how drafts are made, the worker.
-Read next: goodput.py (the choice), acceptance.py and cost.py (what it is made from).
+Read next: goodput.py (the choice), acceptance.py and cost.py (what it is made from), probe.py.
 
 Lengths depend on committed tokens and times only, never on the drafts they admit, so verification keeps the target's law.
 """
@@ -29,21 +29,21 @@ from specdec.scheduler.cost import Bank, DraftCost, StepCost
 from specdec.scheduler.goodput import Candidate, Choice, Load, best_choice, drafts_at, rate_of
 from specdec.scheduler.output import DraftOrder, StepTimings
 from specdec.scheduler.policy import PolicyState
+from specdec.scheduler.probe import FIRST_WAIT, Probe
 from specdec.scheduler.request import CommitResult, Request
 
 logger = get_logger(__name__)
 
 DECIDE_EVERY = 32  # steps; a change of load or acceptance is answered at once
+HASTY_EVERY, HASTY_DECISIONS = 6, 8  # steps between the decisions after a change of acceptance, and how many they are
 GAIN_TO_SWITCH = 1.03  # a new choice must promise this much more than the present one, and drafting than not drafting
 LEAST_GAIN = 0.995  # below this share of plain decoding, drafting stops at once; it may cost a little, to see what comes
 PLAIN_EVERY = 256  # steps with drafts after which one without refreshes the cost of a plain step
 KNOWN_STEPS = 2  # plain steps of a number of requests that come before it drafts: nobody knows else what drafting must beat
-PROBE_STEPS, PROBE_REQUESTS = 4, 4
-FIRST_WAIT, LONGEST_WAIT = 64, 4096  # plain steps between probes; doubles after each that failed
-PROBE_SHARE = 0.001  # of plain time may be lost to probes, so cheap ones come more often than LONGEST_WAIT
 EXPLORE_EVERY, EXPLORE_KNOWN_EVERY = 32, 256  # a request's orders, one of which is two drafts longer, to learn what lies there
 KNOWN_TRIES = 64.0
-FLOOR_STEPS = 3.0  # plain steps that the bank may at least be overdrawn by
+CHANGED_MEMORY = 4.0  # verifications that the past weighs after acceptance has changed
+FLOOR_STEPS, CAP_STEPS = 6.0, 32.0  # plain steps that the bank may at least be overdrawn by, and hold
 _NONE = DraftOrder(0)
 _FIRST = -1  # stands in for the order before a request's first token, which tests no drafts
 
@@ -86,11 +86,12 @@ class AdaptivePolicy:
         self._surprises: dict[str, Surprise] = {}
         self._unknown: dict[str, Outlook] = {}
         self._choice = Choice(0, max_nodes, 0.0)
-        self._probe = _Probe()
+        self._probe = Probe()
         self._explore_every = EXPLORE_EVERY
+        self._num_hasty = 0
         self._step = self._decide_at = self._decided_requests = self._last_plain = 0
         self._context = self._bonus = self._mean_length = 0.0
-        self._is_startled = self._is_first_call = False
+        self._is_startled = self._is_first_call = self._is_promising = False
 
     def state(self) -> PolicyState:
         """Return what the metrics show."""
@@ -111,7 +112,7 @@ class AdaptivePolicy:
         if self._is_due(len(requests)):
             self._decide(tracked)
         if not self.is_drafting:
-            probing = self._probe.group(len(tracked), self.bank)
+            probing = self._probe.group(len(tracked), self.bank, is_promising=self._is_promising)
             if not probing:
                 return self._order_none(tracked)
             return self._order_lengths(tracked, [max(found.length, 1) if index in probing else 0 for index, found in enumerate(tracked)])
@@ -251,7 +252,7 @@ class AdaptivePolicy:
         if self._is_first_call:
             return
         plain_s = self.step_cost.predict(num_requests, self._context) + idle_s
-        self.bank.floor_s = max(0.02, FLOOR_STEPS * plain_s)
+        self.bank.floor_s, self.bank.cap_s = max(0.02, FLOOR_STEPS * plain_s), max(0.25, CAP_STEPS * plain_s)
         before_s = self.bank.balance_s
         self.bank.settle(plain_s * emitted / num_requests, target_s + draft_s)
         self._probe.charge(before_s - self.bank.balance_s, plain_s)
@@ -275,7 +276,8 @@ class AdaptivePolicy:
             self._probe.reset()
             self._context *= len(tracked) / max(self._decided_requests, 1)
         self._decided_requests = len(tracked)
-        self._decide_at = self._step + DECIDE_EVERY
+        self._num_hasty = max(self._num_hasty - 1, 0)
+        self._decide_at = self._step + (HASTY_EVERY if self._num_hasty else DECIDE_EVERY)
         if best is None:  # nobody may draft
             if self._probe.is_answered:
                 self._probe.fail()
@@ -307,7 +309,8 @@ class AdaptivePolicy:
         """Resume drafting where it promises a gain; else a probe that was just answered failed."""
         self._choice = best
         self._assign(candidates, tracked)  # what a probe would order
-        if best.rate >= GAIN_TO_SWITCH * plain and self._probe.may_resume and not self.bank.is_exhausted:
+        self._is_promising = best.rate >= GAIN_TO_SWITCH * plain
+        if self._is_promising and self._probe.may_resume and not self.bank.is_exhausted:
             self.is_drafting = True
             self._probe.end()
             self.num_switches += 1
@@ -337,17 +340,18 @@ class AdaptivePolicy:
 
     def _refresh(self) -> None:
         """Bring estimates up to date and drop records of requests that are gone (an abort is not heard of)."""
+        for source, surprise in self._surprises.items():
+            if surprise.is_surprised:
+                self._forget(source)  # before the newest counts are added: those are of the new time
         for request_id, found in list(self._tracked.items()):
             if found.last_step < self._step - 4 * DECIDE_EVERY:
                 del self._tracked[request_id]
             self._fold(found)
         for source, totals in self._totals.items():
-            surprise = self._surprises.setdefault(source, Surprise(self.max_nodes))
-            if surprise.is_surprised:
-                self._forget(source)
             totals.fold(GLOBAL_MEMORY)
             self._rates[source] = global_rates(totals)
             self._unknown[source] = outlook_of(self._rates[source])
+            surprise = self._surprises.setdefault(source, Surprise(self.max_nodes))
             if surprise.is_over:
                 surprise.expect(self._rates[source])
         self.step_cost.refresh()
@@ -358,11 +362,12 @@ class AdaptivePolicy:
             tally.fold(REQUEST_MEMORY, into=self._totals.setdefault(source, Tally(self.max_nodes)))
 
     def _forget(self, source: str) -> None:
-        """Acceptance has changed: what was learnt before counts little."""
-        self._totals[source].forget(8.0)
+        """Acceptance has changed: what was learnt before counts little, and what comes now counts soon."""
+        self._num_hasty = HASTY_DECISIONS
+        self._totals[source].forget(CHANGED_MEMORY)
         for found in self._tracked.values():
             if source in found.sources:
-                found.sources[source].forget(8.0)
+                found.sources[source].forget(CHANGED_MEMORY)
 
     def _outlook(self, found: _Tracked) -> Outlook:
         parts = [(tally.asked[1], request_outlook(tally, self._rates[source])) for source, tally in found.sources.items() if tally.asked[1]]
@@ -373,70 +378,3 @@ class AdaptivePolicy:
         if known is None:
             known = self._unknown[source] = outlook_of(global_rates(Tally(self.max_nodes)))
         return known
-
-
-class _Probe:
-    """Tries drafting again for a few steps and requests while the policy decodes plainly."""
-
-    def __init__(self) -> None:
-        self.may_resume = True
-        self._wait = self._backoff = FIRST_WAIT
-        self._left = 0  # steps of the probe that runs
-        self._answer_in = 0  # orders until its last drafts were verified
-        self._first = 0  # index of its first request
-        self._lost_s = self._plain_s = 0.0
-
-    @property
-    def is_answered(self) -> bool:
-        """True when the last probe's drafts were verified and nobody has judged them yet."""
-        return self._answer_in == 1
-
-    def group(self, num_requests: int, bank: Bank) -> frozenset[int]:
-        """Return the indices of the requests that draft in this step, mostly none."""
-        if self._left == 0:
-            if self._answer_in > 1:
-                self._answer_in -= 1
-                return frozenset()
-            self._wait -= 1
-            if self._wait > 0 or bank.balance_s < 0:
-                return frozenset()
-            self._left, self._lost_s, self.may_resume = PROBE_STEPS, 0.0, True
-            self._first += PROBE_REQUESTS
-        self._left -= 1
-        if self._left == 0:
-            self._answer_in = 3
-            self._wait = self._backoff
-        return frozenset((self._first + index) % num_requests for index in range(min(PROBE_REQUESTS, num_requests)))
-
-    def charge(self, lost_s: float, plain_s: float) -> None:
-        """Remember what the probe costs; only called for steps with drafts."""
-        self._lost_s += lost_s
-        self._plain_s = plain_s
-
-    def fail(self) -> None:
-        """Wait longer next time: twice as long, or as long as its cost takes to be a small share of plain time."""
-        self._answer_in = 0
-        affordable = int(max(self._lost_s, 0.0) / (PROBE_SHARE * self._plain_s)) if self._plain_s > 0 else LONGEST_WAIT
-        self._backoff = min(2 * self._backoff, max(affordable, FIRST_WAIT // 2), LONGEST_WAIT)
-        self._wait = self._backoff
-
-    def hasten(self) -> None:
-        """A new request: try it soon, beginning with it."""
-        self._wait = min(self._wait, 1)
-        self._first = -2 * PROBE_REQUESTS
-
-    def reset(self) -> None:
-        """The load has changed: what failed may now succeed."""
-        self._backoff = FIRST_WAIT
-        self._wait = min(self._wait, FIRST_WAIT)
-
-    def end(self) -> None:
-        """Drafting resumes."""
-        self._left = self._answer_in = 0
-        self.reset()
-
-    def stop(self, wait: int, *, is_latched: bool) -> None:
-        """Drafting stops now. is_latched: estimates were wrong, so only a probe may resume it."""
-        self._left = self._answer_in = 0
-        self._backoff, self._wait = max(wait, 1), wait
-        self.may_resume = not is_latched

@@ -209,16 +209,16 @@ class Bank:
 
     def __init__(self, *, floor_s: float = 0.02, cap_s: float = 0.25, income: float = 0.005) -> None:
         self.balance_s = 0.0
-        self.floor_s = floor_s
-        self._cap_s, self._income = cap_s, income
+        self.floor_s, self.cap_s = floor_s, cap_s
+        self._income = income
 
     def settle(self, plain_s: float, wall_s: float) -> None:
         """Enter one step with drafts."""
-        self.balance_s = min(self.balance_s + plain_s - wall_s, self._cap_s)
+        self.balance_s = min(self.balance_s + plain_s - wall_s, self.cap_s)
 
     def earn(self, elapsed_s: float) -> None:
         """Enter the income of time that passed."""
-        self.balance_s = min(self.balance_s + self._income * elapsed_s, self._cap_s)
+        self.balance_s = min(self.balance_s + self._income * elapsed_s, self.cap_s)
 
     @property
     def is_exhausted(self) -> bool:

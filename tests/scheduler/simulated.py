@@ -63,13 +63,17 @@ class Run:
 
 @dataclass
 class World:
-    """One load. existence: probability that a lookup finds anything at all in a step. noise: relative spread of step times."""
+    """One load. existence: probability that a lookup finds anything at all in a step. noise: relative spread of step times.
+
+    later: acceptance of all drafts of a request but its first, where it differs (Run.expected does not know it).
+    """
 
     acceptance: Acceptance
     curve: Curve = Curve()
     existence: float = 1.0
     noise: float = 0.0
     seed: int = 1
+    later: float | None = None
 
     def run(self, policy: DraftPolicy, *, num_requests: int, num_steps: int, sampling: SamplingParams | None = None) -> Run:
         rng = random.Random(self.seed)
@@ -89,7 +93,7 @@ class World:
                 rows += 1 + drafts
                 rate, kept = self.acceptance(step, index), 0
                 expected += sum(rate**depth for depth in range(drafts + 1))
-                while kept < drafts and rng.random() < rate:
+                while kept < drafts and rng.random() < (rate if kept == 0 or self.later is None else self.later):
                     kept += 1
                 results[request.request_id] = CommitResult(
                     token_ids=(7,) * (kept + 1),
