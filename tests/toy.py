@@ -280,9 +280,11 @@ class ToyRunner:
     def _apply(self, plan: SchedulerOutput) -> None:
         """Take over what changed, in the order a worker must: free rows first."""
         for request_id, finished in plan.finished.items():
-            row = self.rows.pop(request_id)
+            row = self.rows.pop(request_id, None)
+            assert row is not None or self.released.get(request_id) == "preempt", f"{request_id} ends, but was never here"
             self.released[request_id] = finished.reason
-            assert finished.num_tokens <= len(row.history), f"{request_id}: {finished.num_tokens} tokens kept of {len(row.history)}"
+            num_known = finished.num_tokens if row is None else len(row.history)
+            assert finished.num_tokens <= num_known, f"{request_id}: {finished.num_tokens} tokens kept of {num_known}"
         for request_id in plan.preempted_ids:
             del self.rows[request_id]
             self.released[request_id] = "preempt"

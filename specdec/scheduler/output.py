@@ -62,7 +62,8 @@ class SchedulerOutput:
     num_scheduled_tokens: query rows of each request this step, drafts included.
     num_draft_nodes: drafts verified this step (absent: none). drafts_next: what to propose after it.
     epoch: generation of each request, bumped at preemption; a result of an older epoch is dropped.
-    grammar_ids: structured requests of this batch. finished, preempted_ids: rows to free before this step.
+    grammar_ids: structured requests of this batch. finished, preempted_ids: rows to free before this step; of one
+    that was preempted earlier and ends now there is no row any more.
     """
 
     new: tuple[NewRequestData, ...] = ()

@@ -368,9 +368,10 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
             self.kv.free(request)
-            self._finished[request.request_id] = FinishedRequest(reason, request.num_tokens)
         else:
             self.waiting.remove(request)
+        if request.status is not RequestStatus.WAITING:  # of a preempted one the worker still keeps the seed
+            self._finished[request.request_id] = FinishedRequest(reason, request.num_tokens)
         request.status = RequestStatus.FINISHED
         request.reset_progress()
         del self.requests[request.request_id]

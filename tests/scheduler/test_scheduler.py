@@ -302,14 +302,15 @@ def test_aborts_of_running_waiting_and_unknown_requests() -> None:
     drive.check_clean()
 
 
-def test_an_abort_while_preempted_tells_the_worker_nothing_new() -> None:
+def test_an_abort_while_preempted_is_told_to_the_worker_which_keeps_the_seed_until_then() -> None:
     drive = Drive(toy_resolved(num_blocks=7, max_model_len=25))
     for name in "ab":
         drive.add(name, range(ord(name), ord(name) + 5), SamplingParams(max_tokens=19))
     while not drive.scheduler.num_preemptions:
         drive.step()
+    num_tokens = drive.scheduler.requests["b"].num_tokens
     assert drive.scheduler.abort("b")
-    assert drive.step()[0].finished == {}
+    assert drive.step()[0].finished == {"b": FinishedRequest("abort", num_tokens)}
     drive.run()
     drive.check_clean()
 
