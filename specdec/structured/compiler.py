@@ -27,6 +27,7 @@ from specdec.structured.vocabulary import Vocabulary
 
 MAX_WHITESPACE = 16  # characters between two JSON tokens: room for indentation, and no endless run of blanks
 NUM_THREADS = 2
+_NOT_IN_JSON = frozenset(range(0x20)) - set(b"\r\n")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,8 +138,8 @@ class GrammarCompiler:
         Raises:
             GrammarFault: the constraint cannot be used.
         """
-        compiled = self._build(params)
-        grammar = Grammar(compiled, self._vocabulary)
+        is_json = params.json_schema is not None or params.json_object
+        grammar = Grammar(self._build(params), self._json_vocabulary if is_json else self._vocabulary)
         self.num_compiled += 1
         if grammar.num_bytes > self.limits.max_grammar_bytes:
             rule = f"its tables take {grammar.num_bytes} bytes, the limit is {self.limits.max_grammar_bytes}"
@@ -151,17 +152,16 @@ class GrammarCompiler:
         given = [params.json_schema, params.regex, params.choice, params.grammar]
         if sum(value is not None for value in given) + params.json_object != 1:
             raise GrammarFault("exactly one constraint must be given: a JSON schema, json_object, regex, choice or grammar")
-        library = self._library
         try:
             if params.json_schema is not None or params.json_object:
-                schema = '{"type": "object"}' if params.json_schema is None else params.json_schema
-                return library.compile_json_schema(checked_schema(self._bounded(schema)), max_whitespace_cnt=MAX_WHITESPACE)
+                schema = checked_schema(self._bounded('{"type": "object"}' if params.json_schema is None else params.json_schema))
+                return self._json_library.compile_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
             if params.regex is not None:
                 check_regex(self._bounded(params.regex))
-                return library.compile_regex(params.regex)
+                return self._library.compile_regex(params.regex)
             if params.choice is not None:
-                return library.compile_grammar(choice_grammar(params.choice, max_characters=self.limits.max_characters))
-            return library.compile_grammar(self._bounded(params.grammar or ""))
+                return self._library.compile_grammar(choice_grammar(params.choice, max_characters=self.limits.max_characters))
+            return self._library.compile_grammar(self._bounded(params.grammar or ""))
         except (RuntimeError, ValueError) as error:  # the library's own refusals have no narrower type
             raise GrammarFault(_reason(error)) from None
 
@@ -182,21 +182,37 @@ class GrammarCompiler:
         return vocabulary
 
     @cached_property
-    def _library(self) -> Any:
-        import xgrammar
+    def _json_vocabulary(self) -> Vocabulary:
+        """For JSON, where control characters may not stand in strings: the library lets some of them into bounded ones.
 
-        vocabulary = self._vocabulary
-        info = xgrammar.TokenizerInfo(
-            list(vocabulary.token_bytes), xgrammar.VocabType.RAW, vocab_size=vocabulary.size, stop_token_ids=list(vocabulary.eos_token_ids)
-        )
-        num_threads = max(1, min(8, (os.cpu_count() or 1) // 4))
-        return xgrammar.GrammarCompiler(info, max_threads=num_threads, cache_enabled=False)  # the cache here knows its limits
+        Without tokens that hold them (line breaks aside, which it handles) no text can; a tab is then no whitespace either.
+        """
+        token_bytes = tuple(b"" if set(token) & _NOT_IN_JSON else token for token in self._vocabulary.token_bytes)
+        return Vocabulary(token_bytes, self._vocabulary.eos_token_ids)
+
+    @cached_property
+    def _library(self) -> Any:
+        return _library_over(self._vocabulary)
+
+    @cached_property
+    def _json_library(self) -> Any:
+        return _library_over(self._json_vocabulary)
 
     def _too_slow(self) -> GrammarFault:
         return GrammarFault(f"compiling it takes longer than {self.limits.timeout_s:g} s", hint="simplify it")
 
     def _rejection(self, fault: GrammarFault, field: str) -> RequestRejected:
         return RequestRejected(f"{field} cannot be used: {fault.reason}", param=field, hint=fault.hint)
+
+
+def _library_over(vocabulary: Vocabulary) -> Any:
+    import xgrammar
+
+    info = xgrammar.TokenizerInfo(
+        list(vocabulary.token_bytes), xgrammar.VocabType.RAW, vocab_size=vocabulary.size, stop_token_ids=list(vocabulary.eos_token_ids)
+    )
+    num_threads = max(1, min(8, (os.cpu_count() or 1) // 4))
+    return xgrammar.GrammarCompiler(info, max_threads=num_threads, cache_enabled=False)  # the cache here knows its limits
 
 
 def _has_failed(future: Future[Grammar]) -> bool:

@@ -26,6 +26,7 @@ class Matcher:
         import xgrammar
 
         self.size = grammar.vocabulary.size
+        self._token_bytes = grammar.vocabulary.token_bytes
         self.fault: str | None = None
         self._ends = grammar.vocabulary.ending_ids(stop_token_ids)
         self._state: Any = xgrammar.GrammarMatcher(grammar.compiled, override_stop_tokens=list(self._ends))
@@ -83,4 +84,6 @@ class Matcher:
         return words.to(torch.int32)  # the top bit wraps round to the sign
 
     def _accept(self, token_id: int) -> bool:
-        return 0 <= token_id < self.size and bool(self._state.accept_token(token_id))
+        """Try one token. The library warns of ids that spell nothing, though to draft one is no fault, so it never sees them."""
+        is_text = 0 <= token_id < self.size and (self._token_bytes[token_id] or token_id in self._ends)
+        return bool(is_text and self._state.accept_token(token_id))

@@ -6,6 +6,8 @@ word boundaries, flags) it refuses itself. A pattern is matched against the whol
 
 from __future__ import annotations
 
+import re
+
 from specdec.structured.faults import GrammarFault
 
 _KNOWN_LETTER_ESCAPES = frozenset("dDwWsSnrtfvxucbBpPk0")  # the last ones are refused by the compiler, by name
@@ -36,6 +38,40 @@ def check_regex(pattern: str) -> None:
         elif char == "$" and not _ends(pattern, index, depth):
             raise GrammarFault(f"the regex has $ at character {index}, but it is known at the end only", hint="remove it")
         index += 1
+
+
+def check_json_pattern(pattern: str) -> None:
+    """Refuse what `check_regex` does, and characters that stand escaped in JSON strings: the compiler would write them as they are.
+
+    Raises:
+        GrammarFault: the reason names the character and its place.
+    """
+    check_regex(pattern)
+    for found in _LITERAL.finditer(pattern):
+        char = _literal(found)
+        if char is not None and (char in '"\\' or char < " "):
+            raise GrammarFault(
+                f"the pattern names {char!r} at character {found.start()}, which JSON writes with a backslash",
+                hint="leave it out, or use . or a negated class, which stand for all other characters",
+            )
+
+
+_LITERAL = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]+\}|c[A-Za-z]|.)|.", re.DOTALL)
+_CONTROL_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
+
+
+def _literal(found: re.Match[str]) -> str | None:
+    """The character that a piece of a pattern names, None where it names a class of them."""
+    text = found.group()
+    if text[0] != "\\" or len(text) == 1:
+        return text
+    if text[1] == "c":
+        return "\x01"
+    if len(text) > 2:
+        return chr(min(int(text[2:].strip("{}"), 16), 0x10FFFF))
+    if text[1] in _CONTROL_ESCAPES:
+        return _CONTROL_ESCAPES[text[1]]
+    return None if text[1].isalnum() else text[1]
 
 
 def _check_escape(pattern: str, index: int) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from specdec.structured.faults import GrammarFault
-from specdec.structured.regex import check_regex
+from specdec.structured.regex import check_json_pattern
 
 MAX_DEPTH = 64  # levels of nested schemas: the compiler's time grows steeply with them
 
@@ -30,6 +30,13 @@ _UNKNOWN = (
     *("unevaluatedProperties", "unevaluatedItems", "additionalItems", "$dynamicRef", "$recursiveRef"),
 )
 _TYPES_OF = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array", type(None): "null"}
+
+# The compiler's own rules let 064.1.1.1 and February 31st pass. These have no year before 1000 and no leap day.
+_BYTE = "(25[0-5]|(2[0-4]|1[0-9]|[1-9])?[0-9])"
+_DAY = "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+_DATE = f"[1-9][0-9]{{3}}-{_DAY}"
+_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_FORMATS = {"ipv4": rf"({_BYTE}\.){{3}}{_BYTE}", "date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}"}
 
 Schema = dict[str, Any]
 
@@ -112,7 +119,7 @@ class _Check:
         if not isinstance(pattern, str):
             raise GrammarFault(f"{path} must be a string")
         try:
-            check_regex(pattern)
+            check_json_pattern(pattern)
         except GrammarFault as fault:
             raise GrammarFault(f"{path}: {fault.reason}", hint=fault.hint) from None
 
@@ -191,6 +198,9 @@ class _Check:
             node = self._object(node, path)
         if "string" in types and len(clash := sorted(node.keys() & _STRING)) > 1 and clash != ["maxLength", "minLength"]:
             raise GrammarFault(f"{path}: {' and '.join(clash)} cannot be enforced together", hint="keep one, or write one pattern for both")
+        pattern = _FORMATS.get(node["format"]) if "string" in types and isinstance(node.get("format"), str) else None
+        if pattern is not None:
+            node = {key: value for key, value in node.items() if key != "format"} | {"pattern": f"^{pattern}$"}
         if node.keys() & _NUMBER and {"number", "integer"} & set(types):
             _check_number(node, types, path)
         return node

@@ -9,9 +9,12 @@ from typing import Any
 import jsonschema
 import pytest
 
+from specdec.engine.tokenizer import Tokenizer
 from specdec.structured.compiler import Grammar
 from specdec.structured.faults import GrammarFault
-from specdec.structured.regex import check_regex
+from specdec.structured.mask import num_valid
+from specdec.structured.matcher import Matcher
+from specdec.structured.regex import check_json_pattern, check_regex
 from specdec.structured.schema import MAX_DEPTH, checked_schema
 
 INTEGER = {"type": "integer"}
@@ -92,6 +95,14 @@ KEPT: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "object", "properties": {"a": INTEGER, "n": {"$ref": "#"}}}, [{"a": 1, "n": {"a": 2}}], [{"n": {"a": "x"}}]),
     ({"type": "string", "pattern": "^a$|^b$"}, ["a", "b"], ["ab"]),
     ({"type": "integer", "multipleOf": 3}, [9], [4]),
+    ({"format": "ipv4"}, ["0.10.255.99"], ["064.1.1.1", "1.2.3", "1.2.3.256"]),
+    ({"type": "string", "format": "date"}, ["2024-12-31", "1999-02-28"], ["2023-02-31", "2023-04-31", "2023-13-01", "0000-01-01"]),
+    (
+        {"type": "string", "format": "date-time"},
+        ["2024-12-31T23:59:59.5Z", "2024-01-01T00:00:00+02:00"],
+        ["2024-12-31", "2024-02-30T00:00:00Z"],
+    ),
+    ({"type": "string", "format": "time"}, ["23:59:59Z"], ["24:00:00Z", "23:59:60Z", "1:00:00Z"]),
     ({"type": "array", "items": INTEGER, "uniqueItems": False}, [[1, 1]], [["a"]]),
     (True, [{"a": [1]}, 3], []),
     ({"type": "object", "additionalProperties": {"type": "boolean"}, "minProperties": 1}, [{"a": True}], [{}, {"a": 1}]),
@@ -127,3 +138,22 @@ def test_regexes_that_mean_what_they_say_pass(pattern: str) -> None:
 def test_regexes_that_would_be_read_past_are_refused(pattern: str, text: str) -> None:
     with pytest.raises(GrammarFault, match=text):
         check_regex(pattern)
+
+
+@pytest.mark.parametrize("pattern", ["[^a]+", ".{2}", r"\d\s\S\W", "[ -~]", r"\-\.\x41\u0042/"])
+def test_patterns_of_json_strings_pass(pattern: str) -> None:
+    check_json_pattern(pattern)
+
+
+@pytest.mark.parametrize("pattern", ['a"', r"\"", r"\\", r"\n", r"[\t]", r"\x1f", r"\u0022", r"\u{5c}", r"\cA", r"\0", "a\n"])
+def test_patterns_that_name_what_json_escapes_are_refused(pattern: str) -> None:
+    with pytest.raises(GrammarFault, match="JSON writes with a backslash"):
+        check_json_pattern(pattern)
+
+
+@pytest.mark.parametrize("schema", [{"type": "string"}, {"type": "string", "maxLength": 9}, {"type": "string", "pattern": ".*"}])
+def test_strings_hold_no_raw_control_character(schema: dict[str, Any], grammar: Callable[..., Grammar], tokenizer: Tokenizer) -> None:
+    compiled = grammar(json_schema=json.dumps(schema))
+    assert num_valid(Matcher(compiled), tokenizer.encode('"ab"')) == 3
+    for char in [*map(chr, range(32)), '"x', "\\ "]:
+        assert num_valid(Matcher(compiled), tokenizer.encode(f'"ab{char}"')) < len(tokenizer.encode(f'"ab{char}"')), repr(char)
