@@ -5,6 +5,7 @@ Owns: names, groups and help of the options, and how errors are shown. Must not 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -105,10 +106,24 @@ def serve(
     spec_method: Annotated[str | None, _opt("--spec-method", group=SPECULATION, help="Short for the key method.")] = None,
     spec_model: Annotated[str | None, _opt("--spec-model", group=SPECULATION, help="Short for the key model.")] = None,
     spec_tokens: Annotated[int | None, _opt("--spec-tokens", group=SPECULATION, help="Short for the key num_speculative_tokens.")] = None,
+    suffix_share_responses: Annotated[
+        bool,
+        _opt(
+            "--suffix-share-responses",
+            group=SPECULATION,
+            help="Let suffix drafting learn from every client's responses; timing may then tell of another's text.",
+        ),
+    ] = False,
     no_speculation: Annotated[bool, _opt("--no-speculation", group=SPECULATION, help="Decode plainly, one token a step.")] = False,
     host: Annotated[str, _opt("--host", group=SERVER, help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, _opt("--port", group=SERVER, help="Port to listen on; 0 picks a free one.", min=0, max=65535)] = 8000,
+    uds: Annotated[str | None, _opt("--uds", group=SERVER, help="Path of a Unix socket to listen on, instead of host and port.")] = None,
+    ssl_certfile: Annotated[str | None, _opt("--ssl-certfile", group=SERVER, help="PEM certificate chain: serve HTTPS.")] = None,
+    ssl_keyfile: Annotated[str | None, _opt("--ssl-keyfile", group=SERVER, help="PEM key of the certificate, without passphrase.")] = None,
     api_key: Annotated[list[str] | None, _opt("--api-key", group=SERVER, help="Key that clients must send; may be repeated.")] = None,
+    api_key_file: Annotated[
+        str | None, _opt("--api-key-file", group=SERVER, help="More keys, one a line; also $SPECDEC_API_KEYS, separated by spaces.")
+    ] = None,
     cors_origin: Annotated[
         list[str] | None, _opt("--cors-origin", group=SERVER, help="Origin that browsers may call from; may be repeated.")
     ] = None,
@@ -120,6 +135,13 @@ def serve(
         Literal["none", "summary", "detailed"],
         _opt("--per-request-spec-decode-metrics", group=SERVER, help="Speculation figures in each response."),
     ] = "none",
+    ui: Annotated[bool, _opt("--ui/--no-ui", group=SERVER, help="Serve the playground at /.")] = True,
+    request_timeout: Annotated[
+        float | None, _opt("--request-timeout", group=SERVER, help="Seconds that a body, and then an answer, may take; none: no limit.")
+    ] = None,
+    stall_seconds: Annotated[
+        float, _opt("--stall-seconds", group=SERVER, help="/health turns red when work waits and no step ended for so long.")
+    ] = 60.0,
     drain_seconds: Annotated[float, _opt("--drain-seconds", group=SERVER, help="Time running requests get after SIGTERM.", min=0)] = 30.0,
     log_level: Annotated[
         str | None, _opt("--log-level", group=SERVER, help="DEBUG, INFO, WARNING, ERROR; none: $SPECDEC_LOG_LEVEL or INFO.")
@@ -133,6 +155,7 @@ def serve(
     """Start an OpenAI-compatible server. Without arguments: the embedded model, speculation on, port 8000."""
     from specdec.config.engine import EMBEDDED_MODEL, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
     from specdec.server.options import ServerOptions
+    from specdec.tools.api_keys import collect_keys
     from specdec.tools.serve import Listen, SpeculationFlags
     from specdec.tools.serve import serve as start
 
@@ -140,6 +163,7 @@ def serve(
         raise ConfigError(f"MODEL is {model!r} and --model is {model_option!r}", hint="give the model once")
     engine = EngineConfig(
         device=device,
+        suffix_share_responses=suffix_share_responses,
         model=ModelConfig(
             model=model or model_option or EMBEDDED_MODEL,
             tokenizer=tokenizer,
@@ -168,13 +192,25 @@ def serve(
             ctx,
             SpeculationFlags(config=speculative_config, method=spec_method, model=spec_model, num_tokens=spec_tokens, off=no_speculation),
         ),
-        listen=Listen(host=host, port=port, drain_s=drain_seconds, log_level=log_level, log_format=log_format),
+        listen=Listen(
+            host=host,
+            port=port,
+            uds=uds,
+            ssl_certfile=ssl_certfile,
+            ssl_keyfile=ssl_keyfile,
+            drain_s=drain_seconds,
+            log_level=log_level,
+            log_format=log_format,
+        ),
         options=ServerOptions(
-            api_keys=tuple(api_key or ()),
+            api_keys=collect_keys(api_key or (), api_key_file, os.environ),
             cors_origins=tuple(cors_origin or ()),
             max_body_bytes=max_body_bytes,
             metrics_compat=metrics_compat,
             per_request_spec_decode_metrics=per_request_spec_decode_metrics,
+            stall_after_s=stall_seconds,
+            request_timeout_s=request_timeout,
+            has_ui=ui,
         ),
     )
 

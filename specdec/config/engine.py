@@ -79,13 +79,17 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The whole engine as asked for. `speculative` None means plain decoding."""
+    """The whole engine as asked for. `speculative` None means plain decoding.
+
+    suffix_share_responses: let suffix drafting learn across tenants, so that timing may tell of another's text.
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculative: SpeculativeConfig | None = None
     device: Device = "auto"
+    suffix_share_responses: bool = False
 
     def __post_init__(self) -> None:
         _one_of("device", self.device, get_args(Device))

@@ -51,13 +51,11 @@ class _Text:
 class SuffixProposer(BaseProposer):
     """Drafts from suffix trees.
 
-    share_responses: let all requests learn from each other's responses, whatever their tenant.
-
     Raises:
         ConfigError: suffix_corpus cannot be read.
     """
 
-    def __init__(self, resolved: ResolvedConfig, *, share_responses: bool = False) -> None:
+    def __init__(self, resolved: ResolvedConfig) -> None:
         config: Any = resolved.engine.speculative
         assert resolved.traits is not None, "a proposer is built for a resolved method"
         self.traits: MethodTraits = resolved.traits
@@ -68,7 +66,10 @@ class SuffixProposer(BaseProposer):
         self._max_model_len = resolved.max_model_len
         most = min(MAX_CACHE_BYTES, config.suffix_decoding_max_cached_requests * resolved.max_model_len * TOKEN_BYTES)
         self.cache = ResponseCache(
-            self.depth, max_responses=config.suffix_decoding_max_cached_requests, max_bytes=most // 2, is_shared=share_responses
+            self.depth,
+            max_responses=config.suffix_decoding_max_cached_requests,
+            max_bytes=most // 2,
+            is_shared=resolved.engine.suffix_share_responses,
         )
         self._max_cache_bytes = most
         self._texts: dict[int, _Text] = {}

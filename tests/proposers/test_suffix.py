@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,11 @@ from tests.proposers.tiny import plain, request, resolved_for, start
 SEARCH = {"limit": 8, "factor": 2.0, "min_chance": 0.0}
 
 
+def sharing(resolved: ResolvedConfig) -> ResolvedConfig:
+    """The configuration with --suffix-share-responses."""
+    return replace(resolved, engine=replace(resolved.engine, suffix_share_responses=True))
+
+
 def suffix_resolved(path: Path, **config: object) -> ResolvedConfig:
     speculative = SuffixConfig(**config)
     return resolved_for(path, traits=traits_for(speculative), speculative=speculative)
@@ -39,7 +45,7 @@ def test_ids_equal_plain_decoding(target_path: Path, scenario: Scenario, drafts:
     proposers: list[SuffixProposer] = []
 
     def make(resolved: ResolvedConfig) -> SuffixProposer:
-        proposers.append(SuffixProposer(resolved, share_responses=True))
+        proposers.append(SuffixProposer(sharing(resolved)))
         return proposers[-1]
 
     result = check_lossless(target_path, scenario, traits=traits_for(speculative), make=make, build=build)
@@ -68,7 +74,7 @@ def test_the_registry_builds_it_and_a_repeated_request_is_drafted_whole(target_p
 
 def test_shared_responses_help_everybody(target_path: Path) -> None:
     resolved = suffix_resolved(target_path, num_speculative_tokens=8)
-    running = start(resolved, lambda _: SuffixProposer(resolved, share_responses=True))
+    running = start(resolved, lambda _: SuffixProposer(sharing(resolved)))
     for name, tenant in (("a", "key"), ("b", "")):
         running.add([request(name, [1, 2, 3], max_tokens=30, tenant=tenant, seed=1)])
         while running.core.has_work:
@@ -138,7 +144,7 @@ def test_the_cache_is_bounded_in_bytes_and_counts_exactly() -> None:
 
 
 def test_no_cached_requests_turns_the_cache_off(target_path: Path) -> None:
-    proposer = SuffixProposer(suffix_resolved(target_path, suffix_decoding_max_cached_requests=0), share_responses=True)
+    proposer = SuffixProposer(sharing(suffix_resolved(target_path, suffix_decoding_max_cached_requests=0)))
     proposer.release([0], [Outcome("stop", (1, 2), (3, 4, 5), "key")])
     assert proposer.cache.num_responses == proposer.num_bytes == 0
     assert proposer.memory().weights_bytes == 0
