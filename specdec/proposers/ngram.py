@@ -13,37 +13,10 @@ import torch
 
 from specdec.config.methods import MethodTraits
 from specdec.proposers.base import AdmitInfo, BaseProposer, DraftBatch, Outcome, StepView
+from specdec.proposers.ngram_index import NgramIndex
 
 if TYPE_CHECKING:
     from specdec.config.engine import ResolvedConfig
-
-
-class NgramIndex:
-    """Where each n-gram of one text was last followed by a token: O(max - min + 1) per new token and per lookup."""
-
-    def __init__(self, shortest: int, longest: int) -> None:
-        self.shortest, self.longest = shortest, longest
-        self.tokens: list[int] = []
-        self._next_of: list[dict[tuple[int, ...], int]] = [{} for _ in range(shortest, longest + 1)]
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens. An n-gram is entered once a token follows it, so that a suffix never matches itself."""
-        for token in tokens:
-            end = len(self.tokens)  # the n-grams that end just before `end` are now followed by `token`
-            for size, table in enumerate(self._next_of, self.shortest):
-                if end >= size:
-                    table[tuple(self.tokens[end - size : end])] = end
-            self.tokens.append(token)
-
-    def lookup(self, count: int) -> list[int]:
-        """Return up to `count` tokens that followed the longest matching suffix, the most recent time it occurred."""
-        for size in range(self.longest, self.shortest - 1, -1):
-            if len(self.tokens) < size:
-                continue
-            start = self._next_of[size - self.shortest].get(tuple(self.tokens[-size:]))
-            if start is not None:
-                return self.tokens[start : start + count]
-        return []
 
 
 class NgramProposer(BaseProposer):
@@ -70,10 +43,13 @@ class NgramProposer(BaseProposer):
     def propose(self, step: StepView) -> DraftBatch:
         """Index the step's tokens, then look up."""
         drafts = []
-        counts = step.num_sampled.tolist()
-        for row, sampled, count, wanted in zip(step.rows.tolist(), step.sampled_token_ids.tolist(), counts, step.max_nodes, strict=True):
-            index = self._index[row]
-            index.extend(sampled[:count])
+        counts, lengths = step.num_sampled.tolist(), step.num_tokens[step.rows].tolist()
+        for request, (row, sampled) in enumerate(zip(step.rows.tolist(), step.sampled_token_ids.tolist(), strict=True)):
+            index, count, wanted = self._index[row], counts[request], step.max_nodes[request]
+            new = sampled[:count]
+            if len(index.tokens) + count != lengths[request]:  # another source drew a token of the target's since
+                new = step.token_ids[row, len(index.tokens) : lengths[request]].tolist()
+            index.extend(new)
             drafts.append(index.lookup(wanted) if count and wanted else [])
         return host_batch(drafts, source="ngram")
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.kernels.dispatch import load
-from specdec.proposers.ngram import NgramIndex
+from specdec.proposers.ngram_index import NgramIndex
 
 Call = Callable[..., Any]
 TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=24), min_size=1, max_size=5)
