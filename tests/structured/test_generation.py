@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 import torch
 
-from specdec.config.method_configs import NgramConfig
+from specdec.config.method_configs import EarlyExitConfig, NgramConfig
 from specdec.config.methods import traits_for
 from specdec.engine.core import EngineCore
 from specdec.engine.tokenizer import Tokenizer
@@ -216,6 +216,20 @@ def test_drafting_changes_no_token(name: str, plain: Run, target_path: Path, tok
     assert (result.spec.num_invalid_tokens > 0) == (name == "tree"), "chains were cut before, single nodes of a tree are refused"
     if name == "oracle":
         assert result.spec.total.num_accepted_tokens == result.spec.total.num_draft_tokens
+
+
+@pytest.mark.parametrize("draft_sample_method", ["greedy", "coupled", "probabilistic"])
+def test_drafters_with_logits_draw_what_the_grammar_allows(
+    draft_sample_method: str, plain: Run, target_path: Path, tokenizer: Tokenizer
+) -> None:
+    """Sampled drafts keep the target's law, not its sample; certain and coupled ones keep both."""
+    config = EarlyExitConfig(exit_layer=1, num_speculative_tokens=3, draft_sample_method=draft_sample_method)
+    result = run(target_path, tokenizer, schema_requests(30), speculative=config)
+    check_documents(result)
+    assert result.spec.num_invalid_tokens == 0
+    assert result.spec.total.num_accepted_tokens > 0
+    if draft_sample_method != "probabilistic":
+        assert result.ids == plain.ids
 
 
 @pytest.mark.slow
