@@ -6,6 +6,7 @@ are not float32 rows. Semantics: kernels/reference.py, target_law and sample_log
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from types import ModuleType
 
@@ -14,6 +15,7 @@ import torch
 
 from specdec.kernels.cpu import team, torch_sampling
 
+logger = logging.getLogger(__name__)
 draw = torch_sampling.draw
 
 
@@ -43,11 +45,14 @@ def sample_logits(
 
 @cache
 def _compiled() -> ModuleType | None:
-    """The compiled rows; None without an OpenMP runtime to run them on."""
+    """The compiled rows; None, after a warning, where they cannot be built, and without an OpenMP runtime to run them on."""
     if not team.register_symbols():
         return None
-    from specdec.kernels.cpu import sampling_rows  # compiles, or reads numba's cache, on first use
-
+    try:
+        from specdec.kernels.cpu import sampling_rows  # compiles, or reads numba's cache, on first use
+    except RuntimeError as error:  # numba finds no folder to cache in
+        logger.warning("sampling is not compiled, plain torch samples instead: %s; set NUMBA_CACHE_DIR to a writable folder", error)
+        return None
     return sampling_rows
 
 
