@@ -146,7 +146,9 @@ def built_methods() -> frozenset[str]:
 
 def default_speculative() -> SpeculativeConfig:
     """Return what serves a user who asked for nothing: needs no checkpoint and costs nothing where it does not help."""
-    return NgramConfig(num_speculative_tokens=8, prompt_lookup_min=2, prompt_lookup_max=5, policy="adaptive")
+    return SuffixConfig(
+        num_speculative_tokens=12, suffix_decoding_max_spec_factor=2.0, suffix_decoding_min_token_prob=0.3, policy="adaptive"
+    )
 
 
 def parse_speculative(
