@@ -15,6 +15,7 @@ from typing import Literal
 from specdec.errors import ConfigError
 
 ROOT = "specdec"
+GUESTS = ("uvicorn", "asyncio", "py.warnings")  # their warnings leave through our handler, in the same format
 LEVEL_VARIABLE = "SPECDEC_LOG_LEVEL"
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
@@ -31,10 +32,14 @@ class _TextFormatter(logging.Formatter):
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (seconds since the epoch), level, logger, message, and exception when there is one."""
+    """One JSON object a line: time (seconds since the epoch), level, logger, message, and exception when there is one.
+
+    What a caller passes as `extra={"fields": {...}}` becomes members of the object.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {"time": round(record.created, 3), "level": record.levelname, "logger": record.name, "message": record.getMessage()}
+        fields |= getattr(record, "fields", {})
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return json.dumps(fields, ensure_ascii=False)
@@ -60,10 +65,11 @@ def configure(level: str | None = None, fmt: Literal["text", "json"] = "text") -
         raise ConfigError(f"log format is {fmt!r}, but it must be text or json")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter() if fmt == "json" else _TextFormatter())
-    root = logging.getLogger(ROOT)
-    root.handlers = [handler]
-    root.setLevel(name.upper())
-    root.propagate = False
+    for top, least in ((ROOT, name.upper()), *((other, "WARNING") for other in GUESTS)):
+        root = logging.getLogger(top)
+        root.handlers = [handler]
+        root.setLevel(least)
+        root.propagate = False
 
 
 def warn_once(logger: logging.Logger, message: str, *args: object) -> None:

@@ -308,9 +308,17 @@ class EngineCollector(Collector):
 class Exporter:
     """The text of /metrics, on a registry of its own: two engines in one process do not collide."""
 
-    def __init__(self, read_stats: Callable[[], EngineStats], identity: Identity, *, has_vllm_names: bool = False) -> None:
+    def __init__(
+        self,
+        read_stats: Callable[[], EngineStats],
+        identity: Identity,
+        *,
+        has_vllm_names: bool = False,
+        more: Sequence[Collector] = (),  # what is not the engine's
+    ) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(EngineCollector(read_stats, identity, has_vllm_names=has_vllm_names))
+        for collector in (EngineCollector(read_stats, identity, has_vllm_names=has_vllm_names), *more):
+            self._registry.register(collector)
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """Return the body and its content type, in the format that an Accept header asks for."""

@@ -5,10 +5,14 @@ Owns: how the parts are put together. Must not know: sockets and signals (serve.
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager, suppress
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import Lifespan
 
 from specdec import __version__
 from specdec.config.engine import ResolvedConfig
@@ -16,11 +20,14 @@ from specdec.engine.async_engine import AsyncEngine
 from specdec.engine.tokenizer import Tokenizer
 from specdec.metrics.prometheus import Exporter, Identity
 from specdec.server import openai_errors
+from specdec.server.access import Access, HttpCounts
 from specdec.server.context import ServerContext
-from specdec.server.guard import ApiKeys, BodyLimit, LastNet
+from specdec.server.guard import OPEN_PATHS, ApiKeys, BodyLimit, LastNet
 from specdec.server.logprobs import TokenTexts
 from specdec.server.options import Lifecycle, ServerOptions
+from specdec.server.playground import assets, playground_router
 from specdec.server.routes import openai_router, probe_router, token_router
+from specdec.server.watchdog import Watchdog
 
 
 def create_app(engine: AsyncEngine, tokenizer: Tokenizer, resolved: ResolvedConfig, *, options: ServerOptions | None = None) -> FastAPI:
@@ -37,27 +44,50 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer, resolved: ResolvedConf
         lifecycle=Lifecycle(),
         created_s=int(time.time()),
         token_texts=TokenTexts(tokenizer),
+        watchdog=Watchdog(engine, stall_after_s=options.stall_after_s),
     )
-    app = FastAPI(title="specdec", version=__version__, redoc_url=None, docs_url=None)
+    app = FastAPI(title="specdec", version=__version__, redoc_url=None, docs_url=None, lifespan=_watching(ctx.watchdog))
     app.state.lifecycle = ctx.lifecycle
     openai_errors.install(app)
-    for router in (openai_router(ctx), token_router(ctx), probe_router(ctx, _exporter(ctx))):
+    counts = HttpCounts(resolved.served_model_name)
+    for router in (openai_router(ctx), token_router(ctx), probe_router(ctx, _exporter(ctx, counts))):
         app.include_router(router)
-    _add_layers(app, options)
+    files = assets() if options.has_ui else {}
+    if files:
+        app.include_router(playground_router(ctx, files))
+    _add_layers(app, options, counts=counts, open_paths=OPEN_PATHS | files.keys())
     return app
 
 
-def _add_layers(app: FastAPI, options: ServerOptions) -> None:
-    """The last one added is the outermost: CORS answers preflights, which bring no key."""
-    app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes)
+def _add_layers(app: FastAPI, options: ServerOptions, *, counts: HttpCounts, open_paths: Collection[str]) -> None:
+    """The last one added is the outermost. CORS answers preflights, which bring no key; all that is answered is counted."""
+    app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes, timeout_s=options.request_timeout_s)
     if options.api_keys:
-        app.add_middleware(ApiKeys, keys=options.api_keys)
+        app.add_middleware(ApiKeys, keys=options.api_keys, open_paths=open_paths)
     app.add_middleware(LastNet)
     if options.cors_origins:
-        app.add_middleware(CORSMiddleware, allow_origins=list(options.cors_origins), allow_methods=["*"], allow_headers=["*"])
+        origins, exposed = list(options.cors_origins), ["X-Request-Id"]
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
+    app.add_middleware(Access, counts=counts)
 
 
-def _exporter(ctx: ServerContext) -> Exporter:
+def _watching(watchdog: Watchdog) -> Lifespan[FastAPI]:
+    """The watchdog looks on for as long as the server runs."""
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        task = asyncio.create_task(watchdog.run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    return lifespan
+
+
+def _exporter(ctx: ServerContext, counts: HttpCounts) -> Exporter:
     resolved = ctx.resolved
     identity = Identity(
         model_name=resolved.served_model_name,
@@ -67,4 +97,4 @@ def _exporter(ctx: ServerContext) -> Exporter:
         dtype=resolved.dtype,
         max_nodes=ctx.max_nodes,
     )
-    return Exporter(lambda: ctx.engine.stats, identity, has_vllm_names=ctx.options.metrics_compat == "vllm")
+    return Exporter(lambda: ctx.engine.stats, identity, has_vllm_names=ctx.options.metrics_compat == "vllm", more=(counts,))

@@ -18,6 +18,7 @@ from specdec.server.logprobs import chat_logprobs, prompt_logprobs
 from specdec.server.protocol import ChatBody
 from specdec.server.sampling import chat_sampling, constraint_field
 from specdec.server.sse import encode
+from specdec.server.trace import draft_trace, wants_trace
 from specdec.server.usage import cached_tokens, response_metrics, usage
 
 ROLE = '"delta":{"role":"assistant","content":""}'
@@ -62,7 +63,8 @@ async def stream(body: ChatBody, job: Job, streams: Sequence[OutputStream], *, c
     events = ChunkWriter(job, "chat.completion.chunk", has_usage=has_usage)
     choices = [Collected() for _ in streams]
     has_begun = [False] * len(streams)
-    is_plain = not body.logprobs and not body.return_token_ids and not has_usage
+    shows_tokens = bool(body.logprobs or body.return_token_ids or wants_trace(body))
+    is_plain = not shows_tokens and not has_usage
     num_tokens = 0
     outputs = merged(streams)
     try:
@@ -76,12 +78,12 @@ async def stream(body: ChatBody, job: Job, streams: Sequence[OutputStream], *, c
                 if output.text:
                     yield events.chunk(index, '"delta":{"content":' + encode(output.text) + "}")
                 continue
-            if not (output.text or output.finish_reason or (output.token_ids and (body.logprobs or body.return_token_ids))):
+            if not (output.text or output.finish_reason or (output.token_ids and shows_tokens)):
                 continue
             more = ""
             if options is not None and options.continuous_usage_stats:
                 more = ',"usage":' + encode(_usage(job, num_tokens, choices))
-            yield events.chunk(index, _delta(output), logprobs=_logprobs(body, output, ctx), ending=_ending(body, output), more=more)
+            yield events.chunk(index, _delta(output), logprobs=_logprobs(body, output, ctx), ending=_ending(body, output, ctx), more=more)
     finally:
         await outputs.aclose()
     if options is not None and options.include_usage:
@@ -124,6 +126,8 @@ def _logprobs(body: ChatBody, output: EngineOutput, ctx: ServerContext) -> str:
     return encode(chat_logprobs(output.logprobs or (), tokens=ctx.token_texts)) if body.logprobs else "null"
 
 
-def _ending(body: ChatBody, output: EngineOutput) -> Ending:
+def _ending(body: ChatBody, output: EngineOutput, ctx: ServerContext) -> Ending:
     extra = ',"token_ids":' + encode(list(output.token_ids)) if body.return_token_ids else ""
+    if wants_trace(body):
+        extra += ',"specdec":' + encode(draft_trace(output, ctx.token_texts))
     return Ending(encode(output.finish_reason), encode(output.stop_reason), extra)

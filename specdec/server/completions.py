@@ -20,6 +20,7 @@ from specdec.server.logprobs import completion_logprobs, prompt_logprobs
 from specdec.server.protocol import CompletionBody
 from specdec.server.sampling import completion_sampling, constraint_field
 from specdec.server.sse import encode
+from specdec.server.trace import draft_trace, wants_trace
 from specdec.server.usage import cached_tokens, response_metrics, usage
 
 
@@ -72,7 +73,7 @@ async def stream(body: CompletionBody, job: Job, streams: Sequence[OutputStream]
     events = ChunkWriter(job, "text_completion", has_usage=has_usage)
     writer = _ChoiceWriter(body, job, ctx)
     choices = [Collected() for _ in streams]
-    is_plain = body.logprobs is None and not body.return_token_ids and not has_usage
+    is_plain = body.logprobs is None and not body.return_token_ids and not has_usage and not wants_trace(body)
     num_tokens = 0
     outputs = merged(streams)
     try:
@@ -195,6 +196,8 @@ class _ChoiceWriter:
                 extra["prompt_token_ids"] = list(self.job.prompt_of(index).token_ids)
         if self.body.prompt_logprobs is not None and is_first:
             extra["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or (), tokens=self.ctx.token_texts)
+        if wants_trace(self.body) and self.body.max_tokens != 0:
+            extra["specdec"] = draft_trace(output, self.ctx.token_texts)
         return extra
 
     def _prompt_text(self, index: int) -> str:

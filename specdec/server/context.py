@@ -22,6 +22,8 @@ from specdec.server.openai_errors import ModelNotFound
 from specdec.server.options import Lifecycle, ServerOptions, SpecMetricsLevel
 from specdec.server.protocol import ChatBody, CompletionBody, GenerationBody
 from specdec.server.sampling import require_unicode
+from specdec.server.trace import wants_trace
+from specdec.server.watchdog import Watchdog
 
 LONG_TEXT = 20_000  # characters; a longer prompt is tokenized on a thread, so that streams of others go on
 
@@ -37,6 +39,7 @@ class ServerContext:
     lifecycle: Lifecycle
     created_s: int
     token_texts: TokenTexts
+    watchdog: Watchdog
 
     @property
     def max_nodes(self) -> int:
@@ -143,7 +146,7 @@ def make_job(
             arrival_s=now_s,
             priority=body.priority or 0,
             tenant=tenant,
-            track_drafts=level == "detailed" and num_requests == 1,
+            track_drafts=wants_trace(body) or (level == "detailed" and num_requests == 1),
         )
         for index in range(num_requests)
     ]

@@ -5,9 +5,11 @@ Owns: who may come in and how large a body may be. Must not know: routes beyond 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -46,11 +48,15 @@ class LastNet:
 
 
 class BodyLimit:
-    """Refuses bodies over `max_bytes` with 413, by their announced length or while they come in."""
+    """Refuses bodies over `max_bytes` with 413, by their announced length or while they come in.
 
-    def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
+    timeout_s: a body that is not complete after so long gets 408; None: a client may take any time.
+    """
+
+    def __init__(self, app: ASGIApp, *, max_bytes: int, timeout_s: float | None = None) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the app (ASGI)."""
@@ -62,16 +68,26 @@ class BodyLimit:
             await reply_for(self._too_large()).response()(scope, receive, send)
             return
         num_bytes = 0
+        is_whole = self._timeout_s is None
+        until_s = time.monotonic() + (self._timeout_s or 0.0)
 
         async def count() -> Message:
-            nonlocal num_bytes
-            message = await receive()
+            nonlocal num_bytes, is_whole
+            message = await (receive() if is_whole else self._in_time(receive, until_s))
+            is_whole = is_whole or not message.get("more_body", False)
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._max_bytes:
                 raise self._too_large()
             return message
 
         await self._app(scope, count, send)
+
+    async def _in_time(self, receive: Receive, until_s: float) -> Message:
+        try:
+            return await asyncio.wait_for(receive(), max(until_s - time.monotonic(), 0.0))
+        except asyncio.TimeoutError:  # an alias of TimeoutError from Python 3.11 on
+            text = f"the body was not complete after {self._timeout_s} s, the limit of this server (hint: send it again, or less)"
+            raise HTTPException(408, text) from None
 
     def _too_large(self) -> HTTPException:
         text = f"the body is larger than {self._max_bytes} bytes, the limit of this server (hint: send less, or raise --max-body-bytes)"
@@ -81,13 +97,14 @@ class BodyLimit:
 class ApiKeys:
     """Asks for a bearer key on all but the open paths, and names the tenant: equal keys share caches, others do not."""
 
-    def __init__(self, app: ASGIApp, *, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, *, keys: Sequence[str], open_paths: Collection[str] = OPEN_PATHS) -> None:
         self._app = app
+        self._open_paths = open_paths
         self._digests = [_digest(key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the app (ASGI)."""
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or scope["path"] in self._open_paths:
             await self._app(scope, receive, send)
             return
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")

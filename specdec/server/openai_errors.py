@@ -35,6 +35,10 @@ class ServerDraining(SpecdecError):
     """The server is shutting down and ended this request: HTTP 503."""
 
 
+class RequestTimedOut(SpecdecError):
+    """An answer took longer than this server allows: HTTP 504."""
+
+
 class GenerationFailed(SpecdecError):
     """The engine gave this one request up (for example no finite logit): HTTP 500, the server goes on."""
 
@@ -79,6 +83,8 @@ def reply_for(error: Exception) -> ErrorReply:
             return ErrorReply(503, _text(error), "server_error", None, "engine_dead")
         case ServerDraining():
             return ErrorReply(503, _text(error), "server_error", None, "shutting_down", {"Retry-After": "5"})
+        case RequestTimedOut():
+            return ErrorReply(504, _text(error), "server_error", None, "request_timeout")
         case GenerationFailed():
             return ErrorReply(500, _text(error), "server_error", None, "generation_failed")
         case RequestValidationError():
@@ -141,7 +147,14 @@ def _is_branch(part: str) -> bool:
 
 
 def _http_reply(error: HTTPException) -> ErrorReply:
-    codes = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large", 400: "invalid_body"}
+    codes = {
+        401: "invalid_api_key",
+        404: "not_found",
+        405: "method_not_allowed",
+        408: "body_timeout",
+        413: "body_too_large",
+        400: "invalid_body",
+    }
     texts = {
         404: "no such route; GET /openapi.json lists the routes",
         405: "this route does not take this HTTP method; see the Allow header",

@@ -21,6 +21,7 @@ class ServerOptions:
     api_keys: empty means no key is asked for. cors_origins: empty means no CORS headers.
     per_request_spec_decode_metrics: the level when a request does not name one.
     stall_after_s: /health turns red when there is work and no step ended for so long.
+    request_timeout_s: a body must be in, and an answer out, within so long each; None: no limit. has_ui: serve the page at /.
 
     Raises:
         ConfigError: a value is outside its range.
@@ -32,12 +33,16 @@ class ServerOptions:
     metrics_compat: Literal["none", "vllm"] = "none"
     per_request_spec_decode_metrics: SpecMetricsLevel = "none"
     stall_after_s: float = 60.0
+    request_timeout_s: float | None = None
+    has_ui: bool = True
 
     def __post_init__(self) -> None:
         if self.max_body_bytes < 1024:
             raise ConfigError(f"max_body_bytes is {self.max_body_bytes}, but it must be at least 1024")
         if self.stall_after_s <= 0:
             raise ConfigError(f"stall_after_s is {self.stall_after_s}, but it must be positive")
+        if self.request_timeout_s is not None and self.request_timeout_s <= 0:
+            raise ConfigError(f"request_timeout_s is {self.request_timeout_s}, but it must be positive", hint="leave it out for no limit")
         if self.metrics_compat not in ("none", "vllm"):
             raise ConfigError(f"metrics_compat is {self.metrics_compat!r}, but it must be 'none' or 'vllm'")
         if self.per_request_spec_decode_metrics not in ("none", "summary", "detailed"):

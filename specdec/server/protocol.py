@@ -28,13 +28,14 @@ class StreamOptions(Body):
 
 
 class Speculative(Body):
-    """Drafting for this request, within what the server runs."""
+    """Drafting for this request, within what the server runs. trace: a stream also tells which tokens were accepted drafts."""
 
     part_of: ClassVar[str] = "speculative."
 
     enabled: bool = True
     num_speculative_tokens: int | None = Field(default=None, ge=0)
     method: str | None = None
+    trace: bool = False
 
 
 class StructuredOutputs(Body):
@@ -129,9 +130,11 @@ class GenerationBody(Body):
 
     @model_validator(mode="after")
     def need_a_stream_for_its_options(self) -> GenerationBody:
-        """stream_options without a stream would be dropped in silence."""
+        """What only streams carry would be dropped in silence."""
         if self.stream_options is not None and not self.stream:
             raise RequestRejected("stream_options is given, but it goes with stream: true only", param="stream_options")
+        if self.speculative is not None and self.speculative.trace and not self.stream:
+            raise RequestRejected("speculative.trace is true, but it goes with stream: true only", param="speculative.trace")
         return self
 
 

@@ -5,6 +5,7 @@ Owns: paths, and how a request meets the engine. Must not know: the JSON of answ
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -14,14 +15,13 @@ from specdec import __version__
 from specdec.errors import RequestRejected
 from specdec.metrics.prometheus import Exporter
 from specdec.server import chat, completions
+from specdec.server.access import CLIENT_CLOSED
 from specdec.server.admission import draft_sources
 from specdec.server.context import ServerContext, encode
 from specdec.server.generation import start
 from specdec.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from specdec.server.sampling import require_unicode
 from specdec.server.sse import ClientGone, EventStream, until_client_leaves
-
-CLIENT_CLOSED = 499  # nobody reads it; the access log of a proxy shows it
 
 
 def openai_router(ctx: ServerContext) -> APIRouter:
@@ -35,7 +35,7 @@ def openai_router(ctx: ServerContext) -> APIRouter:
         job = await completions.prepare(body, ctx, tenant=_tenant(request))
         streams = start(ctx.engine, job.requests)
         if body.stream:
-            return EventStream(completions.stream(body, job, streams, ctx=ctx), lifecycle=ctx.lifecycle)
+            return _events(completions.stream(body, job, streams, ctx=ctx), ctx)
         return await _whole(completions.complete(body, job, streams, ctx=ctx), request, ctx)
 
     @router.post("/chat/completions", response_model=None)
@@ -45,7 +45,7 @@ def openai_router(ctx: ServerContext) -> APIRouter:
         job = await chat.prepare(body, ctx, tenant=_tenant(request))
         streams = start(ctx.engine, job.requests)
         if body.stream:
-            return EventStream(chat.stream(body, job, streams, ctx=ctx), lifecycle=ctx.lifecycle)
+            return _events(chat.stream(body, job, streams, ctx=ctx), ctx)
         return await _whole(chat.answer(body, job, streams, ctx=ctx), request, ctx)
 
     @router.get("/models")
@@ -94,14 +94,15 @@ def probe_router(ctx: ServerContext, exporter: Exporter) -> APIRouter:
 
     @router.get("/health", response_model=None)
     async def health() -> JSONResponse:
-        """200 while steps end; 503 when the engine is dead, or has work and ended no step for stall_after_s."""
-        fault = _fault(ctx)
-        return JSONResponse({"status": fault or "ok", **_what_runs(ctx)}, status_code=503 if fault else 200)
+        """200 while steps end; 503 when the engine is dead, or has work and ended no step for stall_after_s (with all states then)."""
+        fault = ctx.watchdog.fault()
+        states = {"requests": ctx.watchdog.states()} if fault else {}
+        return JSONResponse({"status": fault or "ok", **_what_runs(ctx), **states}, status_code=503 if fault else 200)
 
     @router.get("/ready", response_model=None)
     async def ready() -> JSONResponse:
         """200 while new requests are taken; 503 from the start of a drain on."""
-        fault = _fault(ctx) or ("the server is shutting down" if ctx.lifecycle.draining else None)
+        fault = ctx.watchdog.fault() or ("the server is shutting down" if ctx.lifecycle.draining else None)
         return JSONResponse({"status": fault or "ready"}, status_code=503 if fault else 200)
 
     @router.get("/version")
@@ -118,9 +119,14 @@ def probe_router(ctx: ServerContext, exporter: Exporter) -> APIRouter:
     return router
 
 
+def _events(events: AsyncGenerator[bytes, None], ctx: ServerContext) -> EventStream:
+    return EventStream(events, lifecycle=ctx.lifecycle, timeout_s=ctx.options.request_timeout_s)
+
+
 async def _whole(work: Any, request: Request, ctx: ServerContext) -> Response:
+    timeout_s = ctx.options.request_timeout_s
     try:
-        return JSONResponse(await until_client_leaves(work, request, lifecycle=ctx.lifecycle))
+        return JSONResponse(await until_client_leaves(work, request, lifecycle=ctx.lifecycle, timeout_s=timeout_s))
     except ClientGone:
         return Response(status_code=CLIENT_CLOSED)
 
@@ -150,15 +156,6 @@ def _model(ctx: ServerContext) -> dict[str, Any]:
         "root": ctx.resolved.engine.model.model,
         "max_model_len": ctx.resolved.max_model_len,
     }
-
-
-def _fault(ctx: ServerContext) -> str | None:
-    engine, limit_s = ctx.engine, ctx.options.stall_after_s
-    if not engine.is_alive:
-        return engine.error.message if engine.error else "the engine is stopped"
-    if engine.last_step_age_s > limit_s:
-        return f"no step ended for {engine.last_step_age_s:.0f} s while {engine.num_unfinished} requests wait"
-    return None
 
 
 def _what_runs(ctx: ServerContext) -> dict[str, Any]:

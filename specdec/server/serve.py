@@ -1,12 +1,11 @@
 """Running the app under uvicorn: bind first, serve, drain on SIGTERM or SIGINT, exit 0.
 
-Owns: the socket and the signals. Must not know: routes. Read next: app.py.
+Owns: the signals and the drain. Must not know: routes, nor how sockets are bound (listen.py). Read next: app.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import signal
 import socket
@@ -17,7 +16,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from specdec.errors import ConfigError
+from specdec.server.listen import Tls, bind, unbind
 from specdec.server.options import Lifecycle
 
 logger = logging.getLogger(__name__)
@@ -26,35 +25,14 @@ KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that they clo
 AFTER_DRAIN_S = 5  # streams that the drain limit ended need a moment to send their last event
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return a bound, listening socket; port 0 picks a free one. Call it before the model is loaded.
-
-    Raises:
-        ConfigError: the address cannot be used; the message says why.
-    """
-    if not 0 <= port <= 65535:  # getaddrinfo would wrap it around
-        raise ConfigError(f"port is {port}, but it must be in 0..65535")
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        sock = socket.socket(family, kind, proto)
-    except OSError as error:
-        raise ConfigError(f"host {host!r} port {port} is not an address: {error}", hint="try --host 127.0.0.1 --port 8000") from error
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restart need not wait for TIME_WAIT
-        sock.bind(address)
-        sock.listen(2048)
-    except OSError as error:
-        sock.close()
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"port {port} on {host!r} is already in use", hint="stop the other program, or choose another --port"
-            ) from error
-        raise ConfigError(f"cannot listen on {host!r} port {port}: {error.strerror}", hint="choose another --host or --port") from error
-    return sock
-
-
 def run_server(
-    app: FastAPI, *, host: str = "127.0.0.1", port: int = 8000, sock: socket.socket | None = None, drain_s: float = 30.0
+    app: FastAPI,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    sock: socket.socket | None = None,
+    drain_s: float = 30.0,
+    tls: Tls | None = None,
 ) -> None:
     """Serve `app` until SIGTERM or SIGINT, then let running requests finish for at most `drain_s` seconds.
 
@@ -62,21 +40,31 @@ def run_server(
 
     Args:
         app: from `create_app`.
-        sock: from `bind`; without it, `host` and `port` are bound here.
+        sock: from `bind` or `bind_unix`; without it, `host` and `port` are bound here. It is closed at the end.
 
     Raises:
         ConfigError: the address cannot be used.
     """
     listener = sock or bind(host, port)
-    with suppress(KeyboardInterrupt):
-        asyncio.run(make_server(app, drain_s=drain_s).serve(sockets=[listener]))
+    try:
+        with suppress(KeyboardInterrupt):
+            asyncio.run(make_server(app, drain_s=drain_s, tls=tls).serve(sockets=[listener]))
+    finally:
+        unbind(listener)
 
 
-def make_server(app: FastAPI, *, drain_s: float = 30.0) -> DrainingServer:
+def make_server(app: FastAPI, *, drain_s: float = 30.0, tls: Tls | None = None) -> DrainingServer:
     """Return the server that `run_server` runs; for embedding it in a loop of one's own."""
     limit_s = max(1, round(drain_s) + AFTER_DRAIN_S)
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, server_header=False, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=limit_s
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=limit_s,
+        ssl_certfile=tls.certfile if tls else None,
+        ssl_keyfile=tls.keyfile if tls else None,
     )
     return DrainingServer(config, lifecycle=app.state.lifecycle, drain_s=drain_s)
 

@@ -15,7 +15,7 @@ from fastapi import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from specdec.server.openai_errors import ServerDraining, reply_for
+from specdec.server.openai_errors import RequestTimedOut, ServerDraining, reply_for
 from specdec.server.options import Lifecycle
 
 DONE = b"data: [DONE]\n\n"
@@ -40,22 +40,23 @@ def event(value: object) -> bytes:
 
 
 class EventStream(StreamingResponse):
-    """Streams events until the source ends, the client leaves, or the drain limit passes.
+    """Streams events until the source ends, the client leaves, or a limit passes: of the drain, or of one request (`timeout_s`).
 
     The status line waits for the first event, so an error before it is an ordinary error response.
     However it ends, `events` is closed, which aborts the requests behind it.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], *, lifecycle: Lifecycle) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], *, lifecycle: Lifecycle, timeout_s: float | None = None) -> None:
         super().__init__(events, media_type="text/event-stream", headers=HEADERS)
         self._events = events
         self._lifecycle = lifecycle
+        self._timeout_s = timeout_s
         self._has_started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
         """Run the response (ASGI)."""
         try:
-            await race(self._send_all(send), receive, self._lifecycle)
+            await race(self._send_all(send), receive, self._lifecycle, timeout_s=self._timeout_s)
         except ClientGone:
             return
         except Exception as error:
@@ -75,28 +76,31 @@ class EventStream(StreamingResponse):
             await self._events.aclose()
 
 
-async def until_client_leaves(work: Coroutine[Any, Any, T], request: Request, *, lifecycle: Lifecycle) -> T:
+async def until_client_leaves(work: Coroutine[Any, Any, T], request: Request, *, lifecycle: Lifecycle, timeout_s: float | None = None) -> T:
     """Await `work` for a request whose body has been read.
 
     Raises:
         ClientGone: the client left first; `work` was cancelled.
         ServerDraining: the drain limit passed first; `work` was cancelled.
+        RequestTimedOut: `timeout_s` seconds passed first; `work` was cancelled.
     """
-    return await race(work, request.receive, lifecycle)
+    return await race(work, request.receive, lifecycle, timeout_s=timeout_s)
 
 
-async def race(work: Coroutine[Any, Any, T], receive: Receive, lifecycle: Lifecycle) -> T:
-    """Await `work` unless the client leaves or the drain limit passes first; see `until_client_leaves`."""
+async def race(work: Coroutine[Any, Any, T], receive: Receive, lifecycle: Lifecycle, *, timeout_s: float | None = None) -> T:
+    """Await `work` unless the client leaves or a limit passes first; see `until_client_leaves`."""
     producer = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(receive))
     expired = asyncio.ensure_future(lifecycle.expired.wait())
     try:
-        await asyncio.wait((producer, gone, expired), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((producer, gone, expired), return_when=asyncio.FIRST_COMPLETED, timeout=timeout_s)
         if producer.done():
             return producer.result()
         if expired.done():
             raise ServerDraining(DRAIN_MESSAGE, hint="send the request again to a running server")
-        raise ClientGone
+        if gone.done():
+            raise ClientGone
+        raise RequestTimedOut(f"the answer was not complete after {timeout_s} s, the limit of this server", hint="ask for fewer tokens")
     finally:
         for task in (producer, gone, expired):
             task.cancel()

@@ -15,6 +15,7 @@ from specdec.logging import configure, get_logger
 if TYPE_CHECKING:
     from specdec.config.engine import EngineConfig, ResolvedConfig
     from specdec.config.speculative import SpeculativeConfig
+    from specdec.server.listen import Tls
     from specdec.server.options import ServerOptions
 
 logger = get_logger(__name__)
@@ -42,6 +43,9 @@ class Listen:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    uds: str | None = None  # path of a Unix socket, instead of host and port
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
     drain_s: float = 30.0
     log_level: str | None = None
     log_format: Literal["text", "json"] = "text"
@@ -53,14 +57,33 @@ def serve(engine: EngineConfig, speculation: SpeculationFlags, *, listen: Listen
     Raises:
         ConfigError: anything the user can mend; raised before the model is loaded wherever that is possible.
     """
-    from specdec.server.serve import bind
+    from specdec.server.listen import tls_of, unbind
 
     configure(listen.log_level, listen.log_format)
     asked = replace(engine, speculative=choose_speculation(speculation))
-    with bind(listen.host, listen.port) as sock:
+    tls = tls_of(listen.ssl_certfile, listen.ssl_keyfile)
+    sock = _bind(listen)
+    try:
         resolved = _resolve_and_report(asked, said=speculation.said or speculation.off)
         _check_options(options, resolved)
-        _load_and_run(resolved, options=options, listen=listen, sock=sock)
+        _load_and_run(resolved, options=options, listen=listen, sock=sock, tls=tls)
+    finally:
+        unbind(sock)
+
+
+def _bind(listen: Listen) -> socket:
+    from specdec.server.listen import bind, bind_unix
+
+    return bind(listen.host, listen.port) if listen.uds is None else bind_unix(listen.uds)
+
+
+def _address(sock: socket, *, is_tls: bool) -> str:
+    """Return where clients find the server, as a log line shows it."""
+    name = sock.getsockname()
+    if isinstance(name, str):
+        return f"the Unix socket {name}" + (" with TLS" if is_tls else "")
+    host, port = name[:2]
+    return f"{'https' if is_tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def choose_speculation(flags: SpeculationFlags) -> SpeculativeConfig | None:
@@ -98,7 +121,7 @@ def _check_options(options: ServerOptions, resolved: ResolvedConfig) -> None:
         )
 
 
-def _load_and_run(resolved: ResolvedConfig, *, options: ServerOptions, listen: Listen, sock: socket) -> None:
+def _load_and_run(resolved: ResolvedConfig, *, options: ServerOptions, listen: Listen, sock: socket, tls: Tls | None) -> None:
     from specdec.engine.async_engine import AsyncEngine
     from specdec.engine.core import EngineCore
     from specdec.engine.tokenizer import Tokenizer
@@ -109,8 +132,8 @@ def _load_and_run(resolved: ResolvedConfig, *, options: ServerOptions, listen: L
     engine = AsyncEngine(EngineCore.from_config(resolved))
     try:
         app = create_app(engine, tokenizer, resolved, options=options)
-        host, port = sock.getsockname()[:2]
-        logger.info("serving %s on http://%s:%d", resolved.served_model_name, f"[{host}]" if ":" in host else host, port)
-        run_server(app, sock=sock, drain_s=listen.drain_s)
+        keys = f"clients must send one of {len(options.api_keys)} API keys" if options.api_keys else "no API key is asked for"
+        logger.info("serving %s on %s; %s", resolved.served_model_name, _address(sock, is_tls=tls is not None), keys)
+        run_server(app, sock=sock, drain_s=listen.drain_s, tls=tls)
     finally:
         engine.close()
