@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -218,3 +219,19 @@ def test_rows_are_shown_in_batch_order_and_texts_do_not_mix() -> None:
     assert [row[:n].tolist() for row, n in zip(shown, lengths, strict=True)] == [[7, 8, 9, 10], [50, 51]]
     lengths, shown = rows.update(Ask([0], [8], [4], [packed(11, 12, 13, 14)], [[]]))  # past max_model_len
     assert [row[:n].tolist() for row, n in zip(shown, lengths, strict=True)] == [[7, 8, 9, 10, 11, 12]]
+
+
+def test_the_class_of_the_guide_drafts(target_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = (Path(__file__).resolve().parents[2] / "docs" / "guides" / "custom-proposer.md").read_text(encoding="utf-8")
+    code = guide.split("```python\n")[1].split("```")[0]
+    (tmp_path / "my_drafts.py").write_text(textwrap.dedent(code), encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    requests = mixed_requests()
+    resolved = custom_resolved(target_path, "my_drafts.LastBigram")
+    with custom(resolved) as proposer:
+        running = start(resolved, lambda _: proposer)
+        running.add(requests)
+        result = running.finish()
+        assert proposer.faults == {}
+    assert result.token_ids == plain(target_path, requests)
+    assert result.num_drafted() > 0
