@@ -50,7 +50,7 @@ def client(engine: AsyncEngine, tokenizer: Tokenizer) -> Iterator[openai.OpenAI]
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])))
     thread.start()
     with httpx.Client(timeout=60) as http:
-        yield openai.OpenAI(base_url=f"http://127.0.0.1:{sock.getsockname()[1]}/v1", api_key="none", max_retries=5, http_client=http)
+        yield openai.OpenAI(base_url=f"http://127.0.0.1:{sock.getsockname()[1]}/v1", api_key="none", max_retries=0, http_client=http)
     server.should_exit = True
     thread.join(20)
 
