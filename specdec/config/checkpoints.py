@@ -16,6 +16,15 @@ from specdec.errors import ConfigError
 from specdec.models.source import TargetFiles, locate_target, locate_tokenizer, read_json
 
 _CHAT_END = "<|im_end|>"  # what the embedded model says at the end of a turn
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +47,7 @@ def read_target(model: ModelConfig) -> Target:
     files = locate_target(model.model, revision=model.revision)
     raw = read_json(Path(files.model_path) / "config.json")
     _refuse_draft_as_target(model.model, raw)
+    _check_sizes(files.model_path, raw)
     tokenizer_path = locate_tokenizer(model.tokenizer or files.tokenizer_path)
     hf_config = _auto_config(files.model_path, trust_remote_code=model.trust_remote_code)
     keys = hf_config.get_text_config().to_dict()
@@ -45,6 +55,23 @@ def read_target(model: ModelConfig) -> Target:
         raise ConfigError(f"model type {keys.get('model_type')!r} has no vocab_size", hint="serve a causal language model")
     _check_tokenizer_size(tokenizer_path, int(keys["vocab_size"]))
     return Target(files, tokenizer_path, hf_config, keys, raw)
+
+
+def _check_sizes(path: str, raw: Mapping[str, Any]) -> None:
+    """Refuse sizes no model has, by their names: later they would be a division by zero, or missing tensors."""
+    text = raw.get("text_config")
+    for keys in (raw, text if isinstance(text, dict) else {}):
+        for name in _SIZES:
+            size = keys.get(name)
+            if size is not None and not isinstance(size, list) and (type(size) is not int or size < 1):  # lists: one for each layer
+                raise _damaged(path, f"{name} is {size!r}, but it must be a whole number of at least 1")
+        heads, kv_heads = keys.get("num_attention_heads"), keys.get("num_key_value_heads")
+        if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
+            raise _damaged(path, f"num_attention_heads is {heads}, but it must be a multiple of num_key_value_heads, {kv_heads}")
+
+
+def _damaged(path: str, fault: str) -> ConfigError:
+    return ConfigError(f"{path}/config.json: {fault}", hint="the file is damaged or was edited: fetch or export the checkpoint again")
 
 
 def _refuse_draft_as_target(model: str, raw: Mapping[str, Any]) -> None:
