@@ -142,7 +142,8 @@ def test_every_option_of_serve_reaches_its_field(started: list[Any]) -> None:
         "--max-num-seqs 3 --max_num_batched_tokens 100 --long-prefill-token-threshold 50 --scheduling-policy priority --max-waiting 7 "
         "--async-scheduling --speculative-config.method ngram --spec-tokens 4 --spec-model m --host 0.0.0.0 --port 81 "
         "--api-key a --api-key b --cors-origin c --max-body-bytes 2048 --metrics-compat vllm --per-request-spec-decode-metrics detailed "
-        "--drain-seconds 1 --log-level DEBUG --log-format json"
+        "--drain-seconds 1 --log-level DEBUG --log-format json --uds u --ssl-certfile c --ssl-keyfile k --no-ui --request-timeout 9 "
+        "--stall-seconds 8"
     )
     assert cli._run(argv.split()) == 0
     engine, speculation, listen, options = started[0]
@@ -153,9 +154,18 @@ def test_every_option_of_serve_reaches_its_field(started: list[Any]) -> None:
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.long_prefill_token_threshold) == (3, 100, 50)
     assert (scheduler.policy, scheduler.max_waiting, scheduler.async_scheduling) == ("priority", 7, True)
     assert speculation == SpeculationFlags(config='{"method": "ngram"}', model="m", num_tokens=4)
-    assert listen == Listen(host="0.0.0.0", port=81, drain_s=1, log_level="DEBUG", log_format="json")
+    assert listen == Listen(
+        host="0.0.0.0", port=81, uds="u", ssl_certfile="c", ssl_keyfile="k", drain_s=1, log_level="DEBUG", log_format="json"
+    )
     assert options == ServerOptions(
-        api_keys=("a", "b"), cors_origins=("c",), max_body_bytes=2048, metrics_compat="vllm", per_request_spec_decode_metrics="detailed"
+        api_keys=("a", "b"),
+        cors_origins=("c",),
+        max_body_bytes=2048,
+        metrics_compat="vllm",
+        per_request_spec_decode_metrics="detailed",
+        stall_after_s=8,
+        request_timeout_s=9,
+        has_ui=False,
     )
 
 

@@ -107,12 +107,11 @@ def bind_unix(path: str) -> socket.socket:
     return sock
 
 
-def unbind(sock: socket.socket) -> None:
-    """Close a listening socket and remove its file where it has one. A closed one is left alone."""
-    path = sock.getsockname() if sock.family == socket.AF_UNIX and sock.fileno() >= 0 else None
+def unbind(sock: socket.socket, uds: str | None = None) -> None:
+    """Close a listening socket and remove its file, `uds`, where it has one. The server may have closed it already."""
     sock.close()
-    if path:
-        Path(path).unlink(missing_ok=True)
+    if uds is not None:
+        Path(uds).unlink(missing_ok=True)
 
 
 def _remove_stale(path: str) -> None:

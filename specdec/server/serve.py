@@ -16,7 +16,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from specdec.server.listen import Tls, bind, unbind
+from specdec.server.listen import Tls, bind
 from specdec.server.options import Lifecycle
 
 logger = logging.getLogger(__name__)
@@ -40,17 +40,14 @@ def run_server(
 
     Args:
         app: from `create_app`.
-        sock: from `bind` or `bind_unix`; without it, `host` and `port` are bound here. It is closed at the end.
+        sock: from `bind` or `bind_unix`; without it, `host` and `port` are bound here.
 
     Raises:
         ConfigError: the address cannot be used.
     """
     listener = sock or bind(host, port)
-    try:
-        with suppress(KeyboardInterrupt):
-            asyncio.run(make_server(app, drain_s=drain_s, tls=tls).serve(sockets=[listener]))
-    finally:
-        unbind(listener)
+    with suppress(KeyboardInterrupt):
+        asyncio.run(make_server(app, drain_s=drain_s, tls=tls).serve(sockets=[listener]))
 
 
 def make_server(app: FastAPI, *, drain_s: float = 30.0, tls: Tls | None = None) -> DrainingServer:

@@ -68,7 +68,7 @@ def serve(engine: EngineConfig, speculation: SpeculationFlags, *, listen: Listen
         _check_options(options, resolved)
         _load_and_run(resolved, options=options, listen=listen, sock=sock, tls=tls)
     finally:
-        unbind(sock)
+        unbind(sock, listen.uds)
 
 
 def _bind(listen: Listen) -> socket:

@@ -112,7 +112,15 @@ def _luminance(colour: str) -> float:
 def test_colours_have_enough_contrast(scheme: int) -> None:
     blocks = re.findall(r":root \{([^}]*)\}", (FOLDER / "style.css").read_text(encoding="utf-8"))
     colours = dict(re.findall(r"--(\w[\w-]*): (#\w{6})", blocks[scheme]))
-    pairs = [("ink", "back"), ("ink", "panel"), ("soft", "back"), ("soft", "panel"), ("bad", "panel"), ("bad", "back"), ("on-accent", "accent")]
+    pairs = [
+        ("ink", "back"),
+        ("ink", "panel"),
+        ("soft", "back"),
+        ("soft", "panel"),
+        ("bad", "panel"),
+        ("bad", "back"),
+        ("on-accent", "accent"),
+    ]
     pairs += [("ink", f"s{index}") for index in range(6)]
     for front, back in pairs:
         high, low = sorted((_luminance(colours[front]), _luminance(colours[back])), reverse=True)
@@ -233,7 +241,10 @@ ALIGNED = {
     "one to one": ([["ab c", 1, ["ab", " c"]]], [["ab", "toy"], [" c", None]]),
     "neighbours join": ([["abcd", 2, ["a", "bc", "d"]]], [["abc", "toy"], ["d", None]]),
     "held back by a stop string": ([["", 0, ["a"]], ["", 1, ["b", "c"]], ["abc", 0, []]], [["a", None], ["b", "toy"], ["c", None]]),
-    "a character over three tokens": ([["", 2, ["\ufffd", "\ufffd"]], ["\u20ac x", 1, ["\ufffd", " x"]]], [["\u20ac", "toy"], [" x", None]]),
+    "a character over three tokens": (
+        [["", 2, ["\ufffd", "\ufffd"]], ["\u20ac x", 1, ["\ufffd", " x"]]],
+        [["\u20ac", "toy"], [" x", None]],
+    ),
     "a special token without text": ([["ab", 1, ["<s>", "a", "b"]]], [["ab", None]]),
     "text without tokens": ([["tail", 0, []]], [["tail", None]]),
 }
@@ -245,7 +256,8 @@ def test_pieces_carry_the_origin_of_their_tokens(case: str) -> None:
     found = node(
         imports("align.mjs", "Aligner", "joined") + f"const events = {json.dumps(events)};\n"
         "const aligner = new Aligner();\n"
-        "const trace = ([, num_accepted, texts]) => ({ source: 'toy', num_accepted, tokens: texts.map((text) => ({ text })), rejected: [] });\n"
+        "const trace = ([, num_accepted, texts]) =>"
+        " ({ source: 'toy', num_accepted, tokens: texts.map((text) => ({ text })), rejected: [] });\n"
         "const pieces = events.flatMap((event) => aligner.push(event[0], trace(event)));\n"
         "console.log(JSON.stringify(joined(pieces).map(({ text, source }) => [text, source])));"
     )
