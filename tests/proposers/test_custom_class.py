@@ -7,6 +7,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -105,7 +106,7 @@ def test_a_wrong_answer_costs_the_drafts_of_its_step(target_path: Path, name: st
 def test_a_process_that_dies_or_hangs_is_started_again(target_path: Path, name: str, kinds: set[str]) -> None:
     """Each process answers two calls and then fails, or none; requests come until one has been started again and has failed too."""
     resolved = custom_resolved(target_path, f"{CLASSES}.{name}")
-    with custom(resolved, HASTY) as proposer:
+    with custom(resolved, replace(HASTY, step_s=20.0) if kinds == {"crash"} else HASTY) as proposer:
         running = start(resolved, lambda _: proposer)
         until = time.monotonic() + 60
         while proposer.worker.generation < 3:
@@ -122,7 +123,7 @@ def test_a_process_that_dies_or_hangs_is_started_again(target_path: Path, name: 
 
 
 def test_a_slow_answer_is_thrown_away_and_the_process_kept(target_path: Path) -> None:
-    deadlines = Deadlines(step_s=0.3, hang_s=60.0, pause_s=0.01, longest_pause_s=0.02)
+    deadlines = Deadlines(step_s=0.9, hang_s=60.0, pause_s=0.01, longest_pause_s=0.02)
     with custom(custom_resolved(target_path, f"{CLASSES}.SlowOnce"), deadlines) as proposer:
         worker, ask = proposer.worker, Ask([0], [2], [0], [b"\1\0\0\0\1\0\0\0"], [[1]])
         first = worker.ask(ask)

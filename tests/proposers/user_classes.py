@@ -66,7 +66,7 @@ class Faulty(Repeats):
             case "hang":
                 time.sleep(3600)
             case "slow":
-                time.sleep(0.6)
+                time.sleep(1.6)
             case "none":
                 return None
             case "short":
