@@ -260,6 +260,8 @@ REGISTRY: dict[str, str] = {
     "custom_class": "specdec.proposers.custom_class:build_custom",
     "extract_hidden_states": "specdec.proposers.extract_hidden_states:ExtractHiddenStatesProposer",
     "draft_model": "specdec.proposers.draft_model:DraftModelProposer",
+    "eagle": "specdec.proposers.eagle:EagleProposer",
+    "eagle3": "specdec.proposers.eagle:EagleProposer",
     "early_exit": "specdec.proposers.early_exit:EarlyExitProposer",
     "hybrid": "specdec.proposers.hybrid:HybridProposer",
 }

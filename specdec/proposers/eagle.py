@@ -1,0 +1,164 @@
+"""EagleProposer: a head on the target's hidden states drafts a chain (methods `eagle` and `eagle3`).
+
+Owns: when the head runs and over which rows. Must not know: what the head computes (models/eagle.py, models/eagle3.py).
+
+Row j of the head joins the feature of position j with the token of position j + 1, so each step runs it over exactly the rows that
+the step committed: the newest of them holds the anchor and gives the first draft. Further drafts feed the head's own output, one
+position each; their KV, made from estimates, is written over with true features once they are text. A step that drafts nothing
+still extends, so draft KV reaches as far as the target's, under the same block ids: a prefix hit brings it along, and since
+blocks are hashed with one token past their end (`prefill_lookahead`), their last row was made with the same successor.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from specdec.config.methods import MethodTraits
+from specdec.models.draft_head import DraftHead, HeadSetting
+from specdec.models.eagle import EagleModel
+from specdec.models.eagle3 import Eagle3Model
+from specdec.models.loader import Checkpoint
+from specdec.proposers.base import BaseProposer, DraftBatch, DraftRail, MemoryNeed, StepView
+from specdec.proposers.chain import wanted_drafts
+from specdec.proposers.draft_sampling import ChainDraws
+from specdec.proposers.draft_vocabulary import DraftVocabulary
+from specdec.proposers.kept_rows import kept_rows
+from specdec.proposers.paged import PagedRows, Span, StepLengths, paged_rows, step_lengths
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from specdec.config.engine import ResolvedConfig
+
+_HEADS: dict[str, type[EagleModel] | type[Eagle3Model]] = {"eagle": EagleModel, "eagle3": Eagle3Model}
+
+
+class EagleProposer(BaseProposer):
+    """Drafts with a head of the EAGLE family.
+
+    Raises:
+        ConfigError: the head's checkpoint cannot be loaded, or does not fit the target.
+    """
+
+    def __init__(self, resolved: ResolvedConfig) -> None:
+        config: Any = resolved.engine.speculative
+        assert resolved.traits is not None, "a proposer is built for a resolved method"
+        assert resolved.draft_model_path is not None, "resolve() found the draft's checkpoint"
+        self.traits: MethodTraits = resolved.traits
+        self._resolved = resolved
+        self.max_len = min(resolved.max_model_len, config.max_model_len or resolved.max_model_len)
+        self._draft_sample_method = config.draft_sample_method
+        self.rail: DraftRail | None = None
+        self.head: DraftHead | None = self._load()
+        self.vocabulary = DraftVocabulary(self.head.id_map)
+
+    def memory(self) -> MemoryNeed:
+        """Weights, and KV for every layer of the head in each of the target's blocks."""
+        head = self._awake()
+        heads, head_dim = head.kv_shape()
+        element = torch.empty(0, dtype=getattr(torch, self._resolved.dtype)).element_size()
+        block_size = self._resolved.engine.cache.block_size
+        return MemoryNeed(
+            weights_bytes=head.num_bytes,
+            kv_bytes_per_block=2 * head.num_layers * block_size * heads * head_dim * element,
+            kv_layers=((heads, head_dim),) * head.num_layers,
+        )
+
+    def bind(self, rail: DraftRail) -> None:
+        """Keep the caches, and borrow the target's tables."""
+        self.rail = rail
+        self._awake().attach(rail.target)
+
+    def propose(self, step: StepView) -> DraftBatch:
+        """Run the head over the rows that became text, then draft from its own output."""
+        lengths = step_lengths(step)
+        wanted = wanted_drafts(
+            step, [x.num_sampled for x in lengths], num_tokens=[x.num_computed + 1 for x in lengths], max_len=self.max_len
+        )
+        anchors = {request: lengths[request].num_computed for request in wanted}
+        draws = ChainDraws(self.vocabulary.sampling(step.sampling), anchors, method=self._draft_sample_method)
+        features = self._extend(step, lengths, draws)
+        self._continue(step, draws, wanted, features)
+        return draws.batch(len(lengths), source=self.traits.method, id_map=self.vocabulary.id_map)
+
+    def sleep(self) -> None:
+        """Drop the weights."""
+        self.head = None
+
+    def wake(self) -> None:
+        """Load the weights again."""
+        if self.head is None:
+            self._take(self._load())
+
+    def reload(self) -> None:
+        """Read the head's checkpoint again."""
+        self._take(self._load())
+
+    def _load(self) -> DraftHead:
+        resolved = self._resolved
+        assert resolved.draft_model_path is not None
+        setting = HeadSetting(
+            dtype=getattr(torch, resolved.dtype),
+            device=torch.device(resolved.device),
+            max_model_len=resolved.max_model_len,
+            taps=self.traits.taps,
+            target_width=resolved.hf_config.get_text_config().hidden_size,
+            vocab_size=resolved.vocab_size,
+        )
+        with Checkpoint(resolved.draft_model_path) as checkpoint:
+            head = _HEADS[self.traits.method](resolved.draft_hf_config, checkpoint, setting)
+            checkpoint.finish()
+        return head
+
+    def _take(self, head: DraftHead) -> None:
+        self.head = head
+        self.vocabulary = DraftVocabulary(head.id_map)
+        if self.rail is not None:
+            head.attach(self.rail.target)
+
+    def _awake(self) -> DraftHead:
+        assert self.head is not None, "the draft head sleeps; call wake() first"
+        return self.head
+
+    def _bound(self) -> DraftRail:
+        assert self.rail is not None, "the proposer was not bound"
+        return self.rail
+
+    def _extend(self, step: StepView, lengths: Sequence[StepLengths], draws: ChainDraws) -> torch.Tensor | None:
+        """Run over all committed rows and draw each first draft. Returns the features [drafting requests, H] of the next step."""
+        spans = [Span(i, x.context, x.num_computed) for i, x in enumerate(lengths) if x.context < x.num_computed]
+        if not spans:
+            return None
+        head, rail = self._awake(), self._bound()
+        rows = paged_rows(rail, step, spans)
+        at = kept_rows(step)
+        features = head.combine({tap: step.taps[tap][at] for tap in self.traits.taps})
+        states = head.forward(self._successors(step, rows), features, rows.positions, rail.kv, rows.meta)
+        places = {span.request: index for index, span in enumerate(spans)}
+        requests = list(draws.anchors)
+        if not requests:
+            return None
+        newest = rows.last[[places[request] for request in requests]]
+        draws.draw(requests, head.compute_logits(states.scored[newest]))
+        return states.fed_back[newest]
+
+    def _successors(self, step: StepView, rows: PagedRows) -> torch.Tensor:
+        """The committed tokens [N] behind the rows' positions."""
+        return step.token_ids[step.rows[rows.owner], rows.positions + 1].long()
+
+    def _continue(self, step: StepView, draws: ChainDraws, wanted: Mapping[int, int], features: torch.Tensor | None) -> None:
+        """Feed each newest draft with the head's own feature, at the position before the draft's."""
+        head, rail = self._awake(), self._bound()
+        active = list(draws.anchors)
+        for depth in range(1, max(wanted.values(), default=1)):
+            assert features is not None, "requests that draft have committed rows"
+            left = [request for request in active if wanted[request] > depth]
+            features = features[[index for index, request in enumerate(active) if wanted[request] > depth]]
+            places = [draws.anchors[request] - 1 + depth for request in left]
+            rows = paged_rows(rail, step, [Span(request, place, place + 1) for request, place in zip(left, places, strict=True)])
+            ids = torch.tensor(self.vocabulary.to_target(draws.newest(left)), device=rail.device)
+            states = head.forward(ids, features, rows.positions, rail.kv, rows.meta)
+            draws.draw(left, head.compute_logits(states.scored))
+            active, features = left, states.fed_back
