@@ -124,6 +124,7 @@ class EngineCore:
                 arrival_s=request.arrival_s,
                 priority=request.priority,
                 tenant=request.tenant,
+                track_drafts=request.track_drafts,
             )
         )
         self._processor.add(request)

@@ -28,6 +28,7 @@ class NewRequestData:
     block_ids: tuple[int, ...]
     num_computed_tokens: int
     tenant: str = ""
+    track_drafts: bool = False  # copy the tested drafts to the host, for a client that wants to see them
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,7 @@ class Request:
     arrival_s: float = 0.0
     priority: int = 0
     tenant: str = ""
+    track_drafts: bool = False
 
     eos_token_ids: frozenset[int] = frozenset()  # this and the next are set by Scheduler.add
     max_model_len: int = 0

@@ -316,6 +316,7 @@ class Scheduler:
                 block_ids=tuple(request.block_ids),
                 num_computed_tokens=num_computed,
                 tenant=request.tenant,
+                track_drafts=request.track_drafts,
             )
         )
         self._grant(request, num_new, step)

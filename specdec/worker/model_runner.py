@@ -119,7 +119,7 @@ class ModelRunner:
         return results
 
     def _drafts_of(self, info: RowInfo, count: int) -> tuple[int, ...]:
-        return tuple(self.state.draft_token_ids[info.row, :count].tolist()) if count else ()
+        return tuple(self.state.draft_token_ids[info.row, :count].tolist()) if count and info.track_drafts else ()
 
     def _propose(
         self,

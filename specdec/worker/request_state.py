@@ -37,6 +37,7 @@ class RowInfo:
     sampling: SamplingParams
     tenant: str
     seed: int
+    track_drafts: bool
     num_drafts: int = 0
     source: str = ""
     parents: list[int] | None = None
@@ -80,6 +81,7 @@ class RequestState:
             num_blocks=0,
             sampling=sampling,
             tenant=new.tenant,
+            track_drafts=new.track_drafts,
             seed=self._seed_for(new.request_id, sampling.seed),
             matcher=_matcher_for(new),
         )

@@ -13,7 +13,7 @@ import torch
 
 from specdec.config.engine import ResolvedConfig
 from specdec.errors import ConfigError
-from specdec.models.attention import allocate_kv
+from specdec.models.attention import KVPair, allocate_kv
 from specdec.models.registry import TargetModel, load_model
 from specdec.proposers.base import DraftRail, MemoryNeed, Proposer, build_proposer
 from specdec.worker.model_runner import ModelRunner, build_metadata_factory
@@ -129,7 +129,9 @@ def _free_ram_bytes() -> int:
     return max(free, 0)
 
 
-def _rail(resolved: ResolvedConfig, model: TargetModel, kv: list, *, sampler: Sampler, num_blocks: int, need: MemoryNeed) -> DraftRail:  # type: ignore[type-arg]
+def _rail(
+    resolved: ResolvedConfig, model: TargetModel, kv: list[KVPair], *, sampler: Sampler, num_blocks: int, need: MemoryNeed
+) -> DraftRail:
     device = torch.device(resolved.device)
     block_size = resolved.engine.cache.block_size
     own = [pair for shape in need.kv_layers for pair in allocate_kv(1, (num_blocks, block_size, *shape), dtype=model.dtype, device=device)]

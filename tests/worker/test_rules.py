@@ -35,6 +35,7 @@ def row(index: int, *, law: Any = None, temperature: float = 1.0, parents: list[
         sampling=SamplingParams(temperature=temperature),
         tenant="",
         seed=0,
+        track_drafts=False,
         parents=parents,
         law=law,
     )
