@@ -176,7 +176,7 @@ def _ask(
 ) -> _Answers:
     """Ask one engine everything; each of `seeds` starts one sample of short texts, the first one the texts of the law tests too."""
     greedy = SamplingParams(temperature=0.0, max_tokens=options.length, seed=0)
-    seeded = replace(greedy, temperature=options.temperature, top_p=0.95, top_k=50, presence_penalty=0.1)
+    *_, seeded = options.laws.values()  # all cuts and penalties
     asked = [Question(prompt, greedy) for prompt in prompts]
     drawn = [Question(prompt, replace(seeded, seed=options.seed + 1000 + index)) for index, prompt in enumerate(prompts)]
     laws = {}

@@ -13,7 +13,6 @@ from specdec.config.engine import EngineConfig, ModelConfig
 from specdec.config.resolve import resolve
 from specdec.config.speculative import parse_speculative
 from specdec.errors import ConfigError
-from specdec.tools.verify import VerifyOptions
 from specdec.tools.verify_command import default_prompts, read_prompts, rule_facts
 from tests.engine.tokenizers_for_tests import toy_tokenizer
 from tests.proposers.tiny import write_checkpoint
