@@ -25,7 +25,8 @@ from specdec.logging import LEVEL_VARIABLE, get_logger, warn_once
 
 logger = get_logger(__name__)
 
-VARIABLES = (LEVEL_VARIABLE, "SPECDEC_KERNELS")  # the only environment variables that change anything
+VARIABLES = (LEVEL_VARIABLE, "SPECDEC_KERNELS")  # the only environment variables that change anything, secrets apart
+SECRETS = ("SPECDEC_API_KEYS",)  # read by the server; never part of the report
 __all__ = ["default_speculative", "probe_device", "probe_dtype", "resolve"]
 
 
@@ -133,8 +134,8 @@ def _cpu_has_bf16(torch: Any) -> bool:
 def _warn_unknown_variables(environ: Mapping[str, str]) -> None:
     """Say which SPECDEC_* variables do nothing, so that a renamed or misspelt one is not believed to work."""
     for name in sorted(environ):
-        if name.startswith("SPECDEC_") and name not in VARIABLES:
-            close = difflib.get_close_matches(name, VARIABLES, n=1)
+        if name.startswith("SPECDEC_") and name not in VARIABLES + SECRETS:
+            close = difflib.get_close_matches(name, VARIABLES + SECRETS, n=1)
             warn_once(logger, "environment variable %s has no effect%s", name, f": did you mean {close[0]}?" if close else "")
 
 

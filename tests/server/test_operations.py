@@ -146,6 +146,18 @@ def test_an_empty_source_of_keys_does_not_open_the_server(text: str | None, envi
         collect_keys((), None if text is None else str(path), environ)
 
 
+def test_the_variable_with_keys_is_known_and_never_reported(caplog: pytest.LogCaptureFixture) -> None:
+    from specdec.config import resolve
+
+    assert VARIABLE in resolve.SECRETS
+    assert VARIABLE not in resolve.VARIABLES  # those are printed with their values
+    with caplog.at_level(logging.WARNING, "specdec"):
+        resolve._warn_unknown_variables({VARIABLE: "alpha-secret", "SPECDEC_APIKEYS": "x"})
+    assert [record.getMessage() for record in caplog.records] == [
+        "environment variable SPECDEC_APIKEYS has no effect: did you mean SPECDEC_API_KEYS?"
+    ]
+
+
 # -- time limits ---------------------------------------------------------------------------------------------------------
 
 
