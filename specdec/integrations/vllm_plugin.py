@@ -1,4 +1,4 @@
-"""specdec's lookup drafting inside vLLM: three classes for its method `custom_class`, and the entry point of its plugins.
+"""specdec's lookup drafting inside vLLM: three classes for its method `custom_class`.
 
 Owns: telling requests apart by their texts, since vLLM names none. Must not know: torch, vLLM's modules, our engine.
 Read next: proposers/ngram_index.py, proposers/suffix_tree.py.
@@ -10,12 +10,9 @@ Nothing of vLLM is changed.
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -25,21 +22,9 @@ from specdec.proposers.ngram_index import NgramIndex
 from specdec.proposers.suffix_cache import ResponseCache
 from specdec.proposers.suffix_tree import Continuation, SuffixTree
 
-logger = logging.getLogger(__name__)
-
 SHORTEST, LONGEST = 2, 5  # n-gram bounds; vLLM offers none to custom_class
 MAX_CACHE_BYTES = 256 * 2**20
 NGRAM, SUFFIX = 0, 1  # sources of the hybrid
-
-
-@cache
-def register() -> None:
-    """Do what vLLM asks of a plugin at the start of each of its processes: nothing needs to be installed, so say what there is."""
-    if find_spec("vllm") is not None and find_spec("vllm.v1.spec_decode.custom_class_proposer") is None:
-        logger.warning("this version of vllm has no method custom_class, so specdec's proposers cannot be used in it")
-        return
-    names = ", ".join(f"{__name__}.{one.__name__}" for one in (NgramProposer, SuffixProposer, HybridProposer))
-    logger.info("specdec offers proposers for --speculative-config's custom_class: %s", names)
 
 
 @dataclass(slots=True, eq=False)
@@ -85,6 +70,9 @@ class TextProposer(ABC):
             limit = min(self.num_drafts, self.max_model_len - text.num_tokens - 1)
             drafts.append(self._draft(text, len(sampled), limit) if len(sampled) and limit > 0 else [])
         return drafts
+
+    def load_model(self, model: Any) -> None:
+        """Nothing is to be loaded, but vLLM's CPU runner (0.32) calls this without asking whether it is there."""
 
     def _follow(self, sampled: Sequence[Sequence[int]], lengths: np.ndarray, rows: np.ndarray) -> None:
         """Find each position's text, where it was or elsewhere, or begin one; texts that are in no row have ended."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.integrations import vllm_plugin
+from specdec.integrations import vllm_register
 from specdec.integrations.vllm_plugin import HybridProposer, NgramProposer, SuffixProposer
 from specdec.proposers.ngram_index import NgramIndex
 from specdec.proposers.suffix_tree import SuffixTree
@@ -37,6 +37,7 @@ def test_the_call_shape_is_vllms(made: Any) -> None:
         "slot_mappings",
     ]
     assert parameters[-1].default is None
+    assert made(config()).load_model(object()) is None, "vLLM's CPU runner calls it"
     assert [parameter.name for parameter in inspect.signature(made).parameters.values()] == ["vllm_config"]
 
 
@@ -53,17 +54,18 @@ def test_the_installed_vllm_has_the_same_contract() -> None:
 
 def test_the_entry_point_is_declared_and_may_be_called_again(caplog: pytest.LogCaptureFixture) -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert '[project.entry-points."vllm.general_plugins"]\nspecdec = "specdec.integrations.vllm_plugin:register"' in text
-    vllm_plugin.register.cache_clear()
+    assert '[project.entry-points."vllm.general_plugins"]\nspecdec = "specdec.integrations.vllm_register:register"' in text
+    vllm_register.register.cache_clear()
     with caplog.at_level(logging.INFO):
-        vllm_plugin.register()
-        vllm_plugin.register()
+        vllm_register.register()
+        vllm_register.register()
     assert len(caplog.records) == 1
     assert all(f"specdec.integrations.vllm_plugin.{made.__name__}" in caplog.text for made in CLASSES)
 
 
-def test_the_module_needs_no_torch() -> None:
-    code = "import sys, specdec.integrations.vllm_plugin; sys.exit('torch' in sys.modules)"
+@pytest.mark.parametrize(("module", "absent"), [("vllm_plugin", {"torch"}), ("vllm_register", {"torch", "numpy", "numba", "llvmlite"})])
+def test_modules_import_no_more_than_they_must(module: str, absent: set[str]) -> None:
+    code = f"import sys, specdec.integrations.{module}; sys.exit(bool({absent} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
