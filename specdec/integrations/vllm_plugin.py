@@ -71,7 +71,7 @@ class TextProposer(ABC):
             drafts.append(self._draft(text, len(sampled), limit) if len(sampled) and limit > 0 else [])
         return drafts
 
-    def load_model(self, model: Any) -> None:
+    def load_model(self, model: Any) -> None:  # noqa: B027 (there is nothing to override)
         """Nothing is to be loaded, but vLLM's CPU runner (0.32) calls this without asking whether it is there."""
 
     def _follow(self, sampled: Sequence[Sequence[int]], lengths: np.ndarray, rows: np.ndarray) -> None:
