@@ -24,7 +24,7 @@ from specdec.config.speculative import (
     with_sources,
 )
 from specdec.errors import ConfigError
-from specdec.models.source import has_tokenizer, locate_target, read_json
+from specdec.models.source import has_tokenizer, locate_draft, read_json
 
 _OWN_CHECKPOINT = frozenset({"draft_model", "eagle", "eagle3", "dflash", "medusa", "mlp_speculator"})
 _IN_TARGET = frozenset({"mtp", "dspark"})  # without a model of their own they live in the target's checkpoint
@@ -107,7 +107,7 @@ def _draft_checkpoint(config: SourceConfig, target: Target) -> tuple[str, dict[s
             raise ConfigError("speculative_config.method is `dspark`, but the target's checkpoint has no DSpark stages", hint=hint)
         return target.files.model_path, dict(target.raw)
     try:
-        files = locate_target(config.model, revision=getattr(config, "revision", None))
+        files = locate_draft(config.model, revision=getattr(config, "revision", None))
     except ConfigError as error:
         raise ConfigError(f"speculative_config.model: {error.message}", hint=error.hint) from None
     return files.model_path, read_json(Path(files.model_path) / "config.json")

@@ -1,6 +1,6 @@
 """Checkpoint: reads a model's tensors by name and insists that every one of them is used.
 
-Owns: safetensors files, sharded or not, and the strictness rule. Must not know: which architecture reads it.
+Owns: weight files, sharded or not, and the strictness rule. Must not know: which architecture reads it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec.errors import ConfigError
-from specdec.models.source import read_json
+from specdec.models.source import TORCH_WEIGHTS, read_json
+from specdec.models.torch_file import TorchFile
 
 if TYPE_CHECKING:
     import torch
@@ -80,7 +81,7 @@ class Checkpoint:
             if not isinstance(weight_map, dict) or not weight_map:
                 raise ConfigError(f"{index} has no weight_map from tensors to files", hint="download the model again")
             return {name: self.path / file for name, file in weight_map.items()}
-        files = sorted(self.path.glob("*.safetensors"))
+        files = sorted(self.path.glob("*.safetensors")) or sorted(self.path.glob(TORCH_WEIGHTS))
         if not files:
             raise ConfigError(f"no safetensors file in {self.path}", hint="point to a directory with model.safetensors, or to a .gguf file")
         return {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118 (safe_open is no dict)
@@ -99,7 +100,9 @@ class Checkpoint:
     def _open(self, file: Path) -> Any:
         from safetensors import SafetensorError, safe_open
 
-        if file.name not in self._handles:
+        if file.name not in self._handles and file.name == TORCH_WEIGHTS:
+            self._handles[file.name] = TorchFile(file)
+        elif file.name not in self._handles:
             try:
                 self._handles[file.name] = self._stack.enter_context(safe_open(file, framework="pt"))
             except (SafetensorError, OSError) as error:

