@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.tools.significance import BINS, MIN_EXPECTED, Check, normal_two_sided, uniform_bins, uniform_gap
+from specdec.tools.significance import BINS, MIN_EXPECTED, Check, normal_two_sided, uniform_bins, uniform_gap, uniform_pairs
 
 BELOW_ONE = 1.0 - 1e-9
 
@@ -63,13 +63,13 @@ def _transform_rows(law: torch.Tensor, x: torch.Tensor, v: torch.Tensor) -> tupl
 
 
 def pit_checks(texts: Sequence[Transformed], *, by_slot: bool) -> list[Check]:
-    """Test whether the texts follow the law: bins, largest gap, mean surprise, neighbours, and each slot where that is valid.
+    """Test whether the texts follow the law: bins, largest gap, mean surprise, neighbours, pairs, and each slot where that is valid.
 
     by_slot: only for rules where reaching a slot depends on earlier tokens alone. Block verification looks at the token itself
     before it decides how far to go, so its slots are biased though the text is not.
     """
     u = torch.cat([text.u for text in texts])
-    checks = [uniform_bins(u, "bins"), uniform_gap(u, "largest gap"), _surprise(texts), _neighbours(texts)]
+    checks = [uniform_bins(u, "bins"), uniform_gap(u, "largest gap"), _surprise(texts), _neighbours(texts), _pairs(texts)]
     if by_slot:
         slots = torch.cat([text.slots for text in texts])
         for slot in range(int(slots.max()) + 1):
@@ -92,3 +92,10 @@ def _neighbours(texts: Sequence[Transformed]) -> Check:
     products = torch.cat([(text.u[:-1] - 0.5) * (text.u[1:] - 0.5) * 12 for text in texts])
     z = float(products.sum()) / math.sqrt(max(len(products), 1))
     return Check("neighbours", z, normal_two_sided(z), len(products))
+
+
+def _pairs(texts: Sequence[Transformed]) -> Check:
+    """Each token with the next, no token twice: errors that depend on the token before cancel in every test of single tokens."""
+    first = torch.cat([text.u[: len(text.u) // 2 * 2 : 2] for text in texts])
+    second = torch.cat([text.u[1::2] for text in texts])
+    return uniform_pairs(first, second, "pairs")

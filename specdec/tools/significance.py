@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 BINS = 20
-MIN_EXPECTED = 10.0  # tokens a bin must expect before its chi-square is trusted
+PAIR_BINS = 6
+MIN_EXPECTED = 10.0  # observations a cell must expect before its chi-square is trusted
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +55,21 @@ def kolmogorov_sf(distance: float, num: int) -> float:
 
 def uniform_bins(values: torch.Tensor, name: str) -> Check:
     """Chi-square of BINS equal bins: are values [n] uniform on [0, 1)?"""
-    counts = torch.bincount((values * BINS).long().clamp(0, BINS - 1), minlength=BINS).double()
-    expected = len(values) / BINS
+    return _equal_cells((values * BINS).long().clamp(0, BINS - 1), BINS, name)
+
+
+def uniform_pairs(first: torch.Tensor, second: torch.Tensor, name: str) -> Check:
+    """Chi-square of equal squares: are the pairs (first, second), [n] each, uniform on the unit square? At most PAIR_BINS a side."""
+    side = max(2, min(PAIR_BINS, math.isqrt(int(len(first) / MIN_EXPECTED))))
+    columns, rows = ((values * side).long().clamp(0, side - 1) for values in (first, second))
+    return _equal_cells(columns * side + rows, side * side, name)
+
+
+def _equal_cells(cells: torch.Tensor, num_cells: int, name: str) -> Check:
+    counts = torch.bincount(cells, minlength=num_cells).double()
+    expected = len(cells) / num_cells
     statistic = float(((counts - expected) ** 2 / expected).sum())
-    return Check(name, statistic, chi_square_sf(statistic, BINS - 1), len(values))
+    return Check(name, statistic, chi_square_sf(statistic, num_cells - 1), len(cells))
 
 
 def uniform_gap(values: torch.Tensor, name: str) -> Check:

@@ -84,7 +84,7 @@ def _identity_row(found: Identity) -> tuple[str, str, str, str]:
 def _law_table(report: VerifyReport) -> Table:
     table = Table(title=f"the same law (p-values; all together, a correct engine fails with probability {report.alpha:g})")
     table.title_justify = "left"
-    for name in ("law", "engine", "tokens", "bins", "largest gap", "surprise", "neighbours", "lowest slot"):
+    for name in ("law", "engine", "tokens", "bins", "largest gap", "surprise", "neighbours", "pairs", "lowest slot"):
         table.add_column(name, justify="left" if name in ("law", "engine") else "right")
     for result in report.laws:
         table.add_row(*_law_row(result))
@@ -95,5 +95,5 @@ def _law_row(result: LawResult) -> tuple[str, ...]:
     p_values = {check.name: check.p_value for check in result.checks}
     slots = [p for name, p in p_values.items() if name.startswith("slot ")]
     lowest = f"{min(slots):.2g} of {len(slots)}" if slots else "-"
-    named = (f"{p_values[name]:.2g}" for name in ("bins", "largest gap", "surprise", "neighbours"))
+    named = (f"{p_values[name]:.2g}" for name in ("bins", "largest gap", "surprise", "neighbours", "pairs"))
     return result.law, result.engine, str(result.num_tokens), *named, lowest

@@ -18,7 +18,7 @@ from tests.tools.verify_cases import (
     BLOCK,
     CHANGING_ROWS,
     EXACT,
-    LOW_WEIGHTS,
+    FLAT_AND_SHARP,
     NEAR_AND_FAR,
     ONE_LAW,
     STANDARD,
@@ -115,10 +115,9 @@ LAW_CASES = {
     "block_last_coin_by_formula": Case(mutations.block_last_coin_by_formula, BLOCK, 1600),
 }
 FINE_CASES = {
-    "law_of_other_temperature": Case(none, STANDARD, 4000, "law_of_other_temperature"),
+    "law_of_other_temperature": Case(none, STANDARD, 4000, "law_of_other_temperature", FLAT_AND_SHARP),
     "coin_is_the_uniform_that_drew_the_draft": Case(mutations.coin_is_the_uniform_that_drew_the_draft, STANDARD, 6000),
-    "block_residual_without_weight": Case(mutations.block_residual_without_weight, BLOCK, 16000, dial=LOW_WEIGHTS),
-    "block_noise_by_position": Case(none, BLOCK, 16000, "noise_by_position", dial=ONE_LAW),
+    "block_noise_by_position": Case(none, BLOCK, 24000, "noise_by_position", ONE_LAW),
 }
 
 

@@ -85,9 +85,9 @@ def texts_of(laws: torch.Tensor, drawn_from: torch.Tensor, *, length: int = 50) 
 def test_tokens_of_the_law_pass_every_check() -> None:
     laws = some_law(6000, seed=0)
     checks = pit_checks(texts_of(laws, laws), by_slot=True)
-    assert [check.name for check in checks] == ["bins", "largest gap", "surprise", "neighbours", "slot 0", "slot 1", "slot 2"]
+    assert [check.name for check in checks] == ["bins", "largest gap", "surprise", "neighbours", "pairs", "slot 0", "slot 1", "slot 2"]
     assert all(check.p_value > 1e-3 for check in checks), checks
-    assert len(pit_checks(texts_of(laws, laws), by_slot=False)) == 4
+    assert len(pit_checks(texts_of(laws, laws), by_slot=False)) == 5
 
 
 @pytest.mark.parametrize("temperature", [0.9, 1.1])
@@ -106,6 +106,20 @@ def test_repeating_uniforms_are_neighbours() -> None:
     checks = {check.name: check for check in pit_checks([Transformed(u, zero, zero + 1, zero.long(), 0)], by_slot=False)}
     assert checks["neighbours"].p_value < 1e-12
     assert checks["surprise"].p_value == 1.0
+
+
+def test_pairs_see_what_cancels_in_single_tokens_and_in_correlations() -> None:
+    """The second of each pair is uniform, and not correlated with the first; it only leans towards the middle or away from it."""
+    generator = torch.Generator().manual_seed(0)
+    first, other = torch.rand(2, 3000, dtype=torch.float64, generator=generator)
+    middle = 0.25 + other / 2
+    second = torch.where((first - 0.5).abs() < 0.25, middle, torch.where(other < 0.5, other / 2, 0.5 + other / 2))
+    u = torch.stack([first, second], 1).flatten()
+    zero = torch.zeros_like(u)
+    checks = {check.name: check for check in pit_checks([Transformed(u, zero, zero + 1, zero.long(), 0)], by_slot=False)}
+    assert checks["pairs"].p_value < 1e-12
+    assert min(checks[name].p_value for name in ("bins", "neighbours", "largest gap")) > 1e-3
+    assert checks["pairs"].num == 3000
 
 
 def test_tokens_without_probability_are_counted() -> None:

@@ -75,7 +75,6 @@ def _last_coin_by_formula(problem: Problem) -> list[float]:
 
 block_sum_over_the_row_before = of_rule("BLOCK", BLOCK._replace(coins=lambda problem: _block_coins(problem, rows_late=1)))
 block_last_coin_by_formula = of_rule("BLOCK", BLOCK._replace(coins=_last_coin_by_formula))
-block_residual_without_weight = of_rule("BLOCK", BLOCK._replace(recovered=lambda problem, kept: residual(1.0, problem, kept)))
 
 
 def coin_is_the_uniform_that_drew_the_draft(patch: pytest.MonkeyPatch) -> None:
@@ -153,13 +152,3 @@ def wrong_position_after_rollback(patch: pytest.MonkeyPatch) -> None:
         return replace(batch, positions=batch.positions + shift)
 
     _of_batch(patch, change)
-
-
-def coins_by_position_alone(patch: pytest.MonkeyPatch) -> None:
-    def mutated(seed: torch.Tensor, position: torch.Tensor, *, purpose: int, index: Any = 0) -> torch.Tensor:
-        if purpose == PURPOSE_ACCEPT:
-            return uniform(seed, position + index, purpose=purpose)
-        return uniform(seed, position, purpose=purpose, index=index)
-
-    patch.setattr(reference, "uniform", mutated)
-    serve_reference(patch)
