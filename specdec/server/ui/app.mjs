@@ -153,6 +153,9 @@ async function showConfig() {
   const drafting = config.sources.length ? `drafts: ${config.sources.join(", ")}, up to ${config.num_speculative_tokens}` : "no speculation";
   $("what-runs").textContent = `${config.model} on ${config.device} (${config.dtype}); ${drafting}; specdec ${config.version}`;
   $("drafts").max = config.num_speculative_tokens;
+  const room = Math.max(Math.floor(config.max_model_len / 2), 1); // half of the context stays for the conversation
+  if (number("max-tokens", 0) > room) $("max-tokens").value = room;
+  showCurl();
   const rows = config.report.map((row) => {
     const tr = document.createElement("tr");
     for (const value of [row.name, row.value ?? "–", row.source]) {
