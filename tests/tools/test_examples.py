@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import sys
@@ -61,9 +62,22 @@ def test_offline_completion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     toy_tokenizer().hf.save_pretrained(tmp_path)
     out = run_example("offline.py", str(tmp_path), monkeypatch=monkeypatch, capsys=capsys)
     assert out.count("  -> ") == 3
-    accepted, drafted = re.search(r"(\d+) of (\d+) drafts were right", out).groups()
-    assert 0 <= int(accepted) <= int(drafted)
-    assert int(drafted) > 0
+    found = re.search(r"(\d+) of (\d+) drafts were right", out)
+    assert found is not None
+    assert 0 <= int(found[1]) <= int(found[2])
+    assert int(found[2]) > 0
+
+
+def test_a_proposer_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    write_checkpoint(tmp_path, seed=0, max_positions=256)
+    toy_tokenizer().hf.save_pretrained(tmp_path)
+    monkeypatch.syspath_prepend(str(EXAMPLES))  # as python does for the script it runs
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES), prepend=os.pathsep)
+    out = run_example("custom_proposer.py", str(tmp_path), monkeypatch=monkeypatch, capsys=capsys)
+    found = re.search(r"(\d+) of (\d+) drafts were right", out)
+    assert found is not None
+    assert 0 <= int(found[1]) <= int(found[2])
+    assert int(found[2]) > 0
 
 
 def test_streaming_chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
