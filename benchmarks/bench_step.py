@@ -21,7 +21,11 @@ from specdec.models.attention import AttentionMetadata, KVPair, allocate_kv
 from specdec.models.registry import TargetModel, load_model
 
 BLOCK = 16
-CASES = [*product([1], [1, 2, 4, 6, 9, 16, 32], [256]), *product([1], [1], [64, 1024, 2048, 4000]), *product([2, 4, 8, 16, 32], [1, 6], [256])]
+CASES = [  # requests, rows of each, context
+    *product([1], [1, 2, 4, 6, 9, 16, 32], [256]),
+    *product([1], [1], [64, 1024, 2048, 4000]),
+    *product([2, 4, 8, 16, 32], [1, 6], [256]),
+]
 
 
 def metadata(requests: int, rows: int, context: int) -> tuple[torch.Tensor, AttentionMetadata]:
@@ -80,14 +84,17 @@ def main() -> None:
         kv = allocate_kv(model.num_layers, (1024, BLOCK, *model.kv_shape()), dtype=dtype, device=torch.device("cpu"))
         floor = floor_ms(model.num_bytes, arguments.repeats)
         path = "compiled AMX" if getattr(model, "fused", None) is not None else "eager torch"
-        print(f"{model.num_bytes / 1e6:.0f} MB of weights, {path} path; reading them once takes {floor:.1f} ms on {torch.get_num_threads()} threads")
+        print(
+            f"{model.num_bytes / 1e6:.0f} MB of weights, {path} path, {torch.get_num_threads()} threads; reading them once takes {floor:.1f} ms"
+        )
         print(f"{'requests':>8} {'rows':>5} {'context':>8} {'layers ms':>10} {'head ms':>8} {'step ms':>8} {'x floor':>8}")
         records = []
         for case in CASES:
             time_case(model, kv, case, 2)
             layers, head = time_case(model, kv, case, arguments.repeats)
             records.append({"requests": case[0], "rows": case[1], "context": case[2], "layers_ms": layers, "head_ms": head})
-            print(f"{case[0]:>8} {case[1]:>5} {case[2]:>8} {layers:>10.2f} {head:>8.2f} {layers + head:>8.2f} {(layers + head) / floor:>8.2f}")
+            step = layers + head
+            print(f"{case[0]:>8} {case[1]:>5} {case[2]:>8} {layers:>10.2f} {head:>8.2f} {step:>8.2f} {step / floor:>8.2f}")
     print(json.dumps({"path": path, "floor_ms": floor, "torch": torch.__version__, "cpu": platform.processor(), "cases": records}))
 
 

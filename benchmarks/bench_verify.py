@@ -32,9 +32,7 @@ KINDS = {
 def time_kind(sampling: SamplingParams, *, requests: int, repeats: int) -> float:
     """Median milliseconds of one verification."""
     blocks = (PROMPT + DRAFTS + 1) // BLOCK + 1
-    state = RequestState(
-        max_num_seqs=requests, max_model_len=1024, block_size=BLOCK, max_nodes=DRAFTS, seed=0, device=torch.device("cpu")
-    )
+    state = RequestState(max_num_seqs=requests, max_model_len=1024, block_size=BLOCK, max_nodes=DRAFTS, seed=0, device=torch.device("cpu"))
     names = [f"r{i}" for i in range(requests)]
     tokens = tuple(torch.randint(0, VOCAB, (PROMPT,)).tolist())
     for index, name in enumerate(names):

@@ -13,7 +13,7 @@ from specdec.models.registry import TargetModel, load_model
 from tests.models.paged import PagedRun
 from tests.models.tiny import oracle_logits, save_random, tiny_config
 
-needs_amx = pytest.mark.skipif(not has_amx(), reason="this CPU has no AMX bf16 tiles: the eager path serves it, the fused one is NOT tested here")
+needs_amx = pytest.mark.skipif(not has_amx(), reason="no AMX bf16 tiles: the fused path is NOT tested here")
 pytestmark = needs_amx
 
 SIZES = {"vocab_size": 112, "hidden_size": 192, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6, "head_dim": 64}
