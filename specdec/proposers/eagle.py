@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from specdec.config.method_configs import Eagle3Config
 from specdec.config.methods import MethodTraits
+from specdec.errors import ConfigError
 from specdec.models.draft_head import DraftHead, HeadSetting
 from specdec.models.eagle import EagleModel
 from specdec.models.eagle3 import Eagle3Model
@@ -39,13 +41,18 @@ class EagleProposer(BaseProposer):
     """Drafts with a head of the EAGLE family.
 
     Raises:
-        ConfigError: the head's checkpoint cannot be loaded, or does not fit the target.
+        ConfigError: the head's checkpoint cannot be loaded, does not fit the target, or drafts in one pass.
     """
 
     def __init__(self, resolved: ResolvedConfig) -> None:
         config: Any = resolved.engine.speculative
         assert resolved.traits is not None, "a proposer is built for a resolved method"
         assert resolved.draft_model_path is not None, "resolve() found the draft's checkpoint"
+        if isinstance(config, Eagle3Config) and config.parallel_drafting:
+            raise ConfigError(
+                "speculative_config.parallel_drafting is true, but heads that draft in one pass (P-EAGLE) are not built yet",
+                hint="choose an EAGLE-3 head, which drafts step by step",
+            )
         self.traits: MethodTraits = resolved.traits
         self._resolved = resolved
         self.max_len = min(resolved.max_model_len, config.max_model_len or resolved.max_model_len)
