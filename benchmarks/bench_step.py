@@ -84,9 +84,8 @@ def main() -> None:
         kv = allocate_kv(model.num_layers, (1024, BLOCK, *model.kv_shape()), dtype=dtype, device=torch.device("cpu"))
         floor = floor_ms(model.num_bytes, arguments.repeats)
         path = "compiled AMX" if getattr(model, "fused", None) is not None else "eager torch"
-        print(
-            f"{model.num_bytes / 1e6:.0f} MB of weights, {path} path, {torch.get_num_threads()} threads; reading them once takes {floor:.1f} ms"
-        )
+        threads = torch.get_num_threads()
+        print(f"{model.num_bytes / 1e6:.0f} MB of weights, {path} path, {threads} threads; reading them once takes {floor:.1f} ms")
         print(f"{'requests':>8} {'rows':>5} {'context':>8} {'layers ms':>10} {'head ms':>8} {'step ms':>8} {'x floor':>8}")
         records = []
         for case in CASES:
