@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import isfinite
 
 from specdec.errors import RequestRejected
 
+MAX_TEMPERATURE = 100  # a law is flat long before; the bound keeps every value a float32
 GREEDY_TEMPERATURE = 1e-5  # below this a request is greedy by branch, never by division
 
 
@@ -47,12 +47,12 @@ class SamplingParams:
     """
 
     n: int = 1
-    temperature: float = 1.0  # 0 selects argmax
+    temperature: float = 1.0  # in [0, 100]; 0 selects argmax
     top_p: float = 1.0  # in (0, 1]
     top_k: int = 0  # 0 or -1: off
     min_p: float = 0.0  # in [0, 1]
     seed: int | None = None
-    repetition_penalty: float = 1.0  # > 0; over prompt and output
+    repetition_penalty: float = 1.0  # in [0.01, 100]; over prompt and output
     presence_penalty: float = 0.0  # in [-2, 2]; over output
     frequency_penalty: float = 0.0  # in [-2, 2]; over output
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # in [-100, 100]
@@ -78,13 +78,11 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _require("n", self.n, 1 <= self.n <= 128, "must be in 1..128")
-        _require("temperature", self.temperature, isfinite(self.temperature) and self.temperature >= 0, "must be a finite number >= 0")
+        _require("temperature", self.temperature, 0 <= self.temperature <= MAX_TEMPERATURE, f"must be in [0, {MAX_TEMPERATURE}]")
         _require("top_p", self.top_p, 0 < self.top_p <= 1, "must be in (0, 1]")
-        _require("top_k", self.top_k, self.top_k >= -1, "must be -1 or 0 (off) or positive")
+        _require("top_k", self.top_k, -1 <= self.top_k < 2**31, "must be -1 or 0 (off) or a positive 32-bit integer")
         _require("min_p", self.min_p, 0 <= self.min_p <= 1, "must be in [0, 1]")
-        _require(
-            "repetition_penalty", self.repetition_penalty, isfinite(self.repetition_penalty) and self.repetition_penalty > 0, "must be > 0"
-        )
+        _require("repetition_penalty", self.repetition_penalty, 0.01 <= self.repetition_penalty <= 100, "must be in [0.01, 100]")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _require(name, value, -2 <= value <= 2, "must be in [-2, 2]")

@@ -162,6 +162,12 @@ class AsyncEngine:
         return self._error is None and self._thread.is_alive()
 
     @property
+    def capacity(self) -> int:
+        """Requests the engine holds at most, running and waiting; 0 means no limit."""
+        limits = self.core.resolved.engine.scheduler
+        return limits.max_num_seqs + limits.max_waiting if limits.max_waiting else 0
+
+    @property
     def error(self) -> EngineDeadError | None:
         """Why the engine is dead, None while it lives."""
         return self._error

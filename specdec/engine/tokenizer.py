@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 Messages = Sequence[Mapping[str, Any]]
 
 
+LONG_TEXT = 8192  # characters; longer texts are encoded as a batch of one, which lets go of the GIL so that streams keep running
+
+
 class Tokenizer:
     """One tokenizer of a served model. Thread-safe for reading: encode and decode change no state.
 
@@ -67,6 +70,8 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the ids of `text`, with the model's own opening tokens unless told otherwise."""
         # not hf.encode: that rewrites truncation settings, which fails while another thread encodes
+        if len(text) > LONG_TEXT:
+            return tuple(self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
         return tuple(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

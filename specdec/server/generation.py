@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from specdec.engine.async_engine import AsyncEngine, OutputStream
 from specdec.engine.types import DraftTrace, EngineOutput, EngineRequest, SpecDecodeRequestStats
-from specdec.errors import SpecdecError
+from specdec.errors import RequestRejected, SpecdecError
 from specdec.scheduler.output import TokenLogprobs
 from specdec.server.openai_errors import GenerationFailed, ServerDraining
 
@@ -57,8 +57,16 @@ def start(engine: AsyncEngine, requests: Sequence[EngineRequest]) -> list[Output
     """Queue all requests, or none.
 
     Raises:
+        RequestRejected: they are more than the engine ever holds, so that trying again could not help.
         SpecdecError: one was refused; those before it are aborted.
     """
+    limit = engine.capacity
+    if limit and len(requests) > limit:
+        raise RequestRejected(
+            f"the request asks for {len(requests)} sequences, but the engine holds {limit}",
+            param="prompt",
+            hint="send fewer prompts, or a lower n",
+        )
     streams: list[OutputStream] = []
     try:
         for request in requests:

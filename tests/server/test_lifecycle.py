@@ -64,6 +64,9 @@ def test_a_full_queue_is_429_with_a_time_to_come_back() -> None:
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["type"] == "rate_limit_error"
+        hopeless = served.post(COMPLETION, {"prompt": "abc", "max_tokens": 4, "n": 4})
+        assert hopeless.status_code == 400, "four sequences never fit into one place to run and two to wait"
+        assert "holds 3" in hopeless.json()["error"]["message"]
         served.runner.gate.set()
         for thread in threads:
             thread.join(max(until - time.monotonic(), 1))
