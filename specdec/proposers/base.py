@@ -262,6 +262,8 @@ REGISTRY: dict[str, str] = {
     "draft_model": "specdec.proposers.draft_model:DraftModelProposer",
     "eagle": "specdec.proposers.eagle:EagleProposer",
     "eagle3": "specdec.proposers.eagle:EagleProposer",
+    "dflash": "specdec.proposers.block:BlockProposer",
+    "dspark": "specdec.proposers.block:BlockProposer",
     "early_exit": "specdec.proposers.early_exit:EarlyExitProposer",
     "hybrid": "specdec.proposers.hybrid:HybridProposer",
 }

@@ -16,16 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specdec.config.method_configs import Eagle3Config
-from specdec.config.methods import MethodTraits
 from specdec.errors import ConfigError
-from specdec.models.draft_head import DraftHead, HeadSetting
+from specdec.models.draft_head import DraftHead
 from specdec.models.eagle import EagleModel
 from specdec.models.eagle3 import Eagle3Model
-from specdec.models.loader import Checkpoint
-from specdec.proposers.base import BaseProposer, DraftBatch, DraftRail, MemoryNeed, StepView
+from specdec.proposers.base import DraftBatch, StepView
 from specdec.proposers.chain import wanted_drafts
 from specdec.proposers.draft_sampling import ChainDraws
-from specdec.proposers.draft_vocabulary import DraftVocabulary
+from specdec.proposers.head_proposer import HeadProposer
 from specdec.proposers.kept_rows import kept_rows
 from specdec.proposers.paged import PagedRows, Span, StepLengths, paged_rows, step_lengths
 
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
 _HEADS: dict[str, type[EagleModel] | type[Eagle3Model]] = {"eagle": EagleModel, "eagle3": Eagle3Model}
 
 
-class EagleProposer(BaseProposer):
+class EagleProposer(HeadProposer[DraftHead]):
     """Drafts with a head of the EAGLE family.
 
     Raises:
@@ -47,36 +45,12 @@ class EagleProposer(BaseProposer):
     def __init__(self, resolved: ResolvedConfig) -> None:
         config: Any = resolved.engine.speculative
         assert resolved.traits is not None, "a proposer is built for a resolved method"
-        assert resolved.draft_model_path is not None, "resolve() found the draft's checkpoint"
         if isinstance(config, Eagle3Config) and config.parallel_drafting:
             raise ConfigError(
                 "speculative_config.parallel_drafting is true, but heads that draft in one pass (P-EAGLE) are not built yet",
                 hint="choose an EAGLE-3 head, which drafts step by step",
             )
-        self.traits: MethodTraits = resolved.traits
-        self._resolved = resolved
-        self.max_len = min(resolved.max_model_len, config.max_model_len or resolved.max_model_len)
-        self._draft_sample_method = config.draft_sample_method
-        self.rail: DraftRail | None = None
-        self.head: DraftHead | None = self._load()
-        self.vocabulary = DraftVocabulary(self.head.id_map)
-
-    def memory(self) -> MemoryNeed:
-        """Weights, and KV for every layer of the head in each of the target's blocks."""
-        head = self._awake()
-        heads, head_dim = head.kv_shape()
-        element = torch.empty(0, dtype=getattr(torch, self._resolved.dtype)).element_size()
-        block_size = self._resolved.engine.cache.block_size
-        return MemoryNeed(
-            weights_bytes=head.num_bytes,
-            kv_bytes_per_block=2 * head.num_layers * block_size * heads * head_dim * element,
-            kv_layers=((heads, head_dim),) * head.num_layers,
-        )
-
-    def bind(self, rail: DraftRail) -> None:
-        """Keep the caches, and borrow the target's tables."""
-        self.rail = rail
-        self._awake().attach(rail.target)
+        super().__init__(resolved, build=_HEADS[resolved.traits.method])
 
     def propose(self, step: StepView) -> DraftBatch:
         """Run the head over the rows that became text, then draft from its own output."""
@@ -89,49 +63,6 @@ class EagleProposer(BaseProposer):
         features = self._extend(step, lengths, draws)
         self._continue(step, draws, wanted, features)
         return draws.batch(len(lengths), source=self.traits.method, id_map=self.vocabulary.id_map)
-
-    def sleep(self) -> None:
-        """Drop the weights."""
-        self.head = None
-
-    def wake(self) -> None:
-        """Load the weights again."""
-        if self.head is None:
-            self._take(self._load())
-
-    def reload(self) -> None:
-        """Read the head's checkpoint again."""
-        self._take(self._load())
-
-    def _load(self) -> DraftHead:
-        resolved = self._resolved
-        assert resolved.draft_model_path is not None
-        setting = HeadSetting(
-            dtype=getattr(torch, resolved.dtype),
-            device=torch.device(resolved.device),
-            max_model_len=resolved.max_model_len,
-            taps=self.traits.taps,
-            target_width=resolved.hf_config.get_text_config().hidden_size,
-            vocab_size=resolved.vocab_size,
-        )
-        with Checkpoint(resolved.draft_model_path) as checkpoint:
-            head = _HEADS[self.traits.method](resolved.draft_hf_config, checkpoint, setting)
-            checkpoint.finish()
-        return head
-
-    def _take(self, head: DraftHead) -> None:
-        self.head = head
-        self.vocabulary = DraftVocabulary(head.id_map)
-        if self.rail is not None:
-            head.attach(self.rail.target)
-
-    def _awake(self) -> DraftHead:
-        assert self.head is not None, "the draft head sleeps; call wake() first"
-        return self.head
-
-    def _bound(self) -> DraftRail:
-        assert self.rail is not None, "the proposer was not bound"
-        return self.rail
 
     def _extend(self, step: StepView, lengths: Sequence[StepLengths], draws: ChainDraws) -> torch.Tensor | None:
         """Run over all committed rows and draw each first draft. Returns the features [drafting requests, H] of the next step."""
