@@ -15,6 +15,7 @@ import typer
 
 from specdec import __version__
 from specdec.errors import ConfigError, SpecdecError
+from specdec.tools.train_command import train_app
 
 if TYPE_CHECKING:
     from specdec.tools.serve import SpeculationFlags
@@ -27,6 +28,7 @@ except ImportError:  # older typer raises click's own exceptions
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, rich_markup_mode="rich", help="A serving engine whose subject is speculative decoding."
 )
+app.add_typer(train_app, name="train")
 MODEL, CACHE, SCHEDULER, SPECULATION, SERVER, TEST = "Model", "Cache", "Scheduler", "Speculation", "Server", "Test"
 
 
@@ -378,7 +380,7 @@ def _run(argv: Sequence[str]) -> int:
         return 130
 
 
-COMMANDS = ("serve", "chat", "doctor", "bench", "verify", "estimate")
+COMMANDS = ("serve", "chat", "doctor", "bench", "verify", "estimate", "train")
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "metrics.stats": ("errors",),
     "engine": (*L1, "scheduler", "worker", "metrics.stats", "structured"),
     "server": (*L1, "engine", "metrics", "scheduler.output"),  # the records that EngineOutput is made of
-    "tools": (*L1, "scheduler", "kernels", "models", "proposers", "worker", "metrics", "engine", "server"),
+    "tools": (*L1, "scheduler", "kernels", "models", "proposers", "worker", "metrics", "engine", "server", "train"),
     "integrations": (*L1, "scheduler", "kernels", "models", "proposers", "worker", "metrics", "engine", "server"),
     "train": (*L1, "kernels", "models"),
     "cli": (*L1, "scheduler", "kernels", "models", "proposers", "worker", "metrics", "engine", "server", "tools", "train", "integrations"),

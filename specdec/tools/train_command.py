@@ -1,0 +1,120 @@
+"""specdec train: features, fit, export. Each goes on where it was stopped.
+
+Owns: arguments and progress of the subcommands. Must not know: how a head is trained (specdec/train).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from specdec.train.fit import FitOptions, Progress
+    from specdec.train.run import TrainingRun
+
+train_app = typer.Typer(no_args_is_help=True, help="Train a draft head on text that the target wrote itself.")
+
+Model = Annotated[str | None, typer.Option("--model", help="The target; none: the embedded model.")]
+Data = Annotated[Path, typer.Option("--data", help="Directory of the shards.")]
+
+
+@train_app.command()
+def features(data: Data, model: Model = None) -> None:
+    """Compute the target's hidden states for every shard that lacks them: about 4.6 kB a token on disk."""
+    from rich.progress import Progress as Bar
+
+    from specdec.train.features import TAPS, make_features
+    from specdec.train.shards import features_path, read_shard, shard_paths
+
+    missing = [shard for shard in shard_paths(data) if not features_path(shard).exists()]
+    total = sum(len(document.ids) for shard in missing for document in read_shard(shard, features=False))
+    target: Any = _load_target(model)
+    with Bar(transient=True) as bar:
+        task = bar.add_task("tokens", total=total)
+        make_features(data, target, TAPS, advance=lambda count: bar.advance(task, count))
+    typer.echo(f"{len(missing)} shards, {total} tokens")
+
+
+@train_app.command()
+def fit(
+    method: Annotated[str, typer.Argument(help="eagle3 or dspark")],
+    data: Data,
+    out: Annotated[Path, typer.Option("--out", help="Directory of the run: checkpoint, log, vocabulary.")],
+    model: Model = None,
+    steps: Annotated[int, typer.Option(help="Optimiser steps in all.")] = 1200,
+    batch_size: Annotated[int, typer.Option(help="Documents a step.")] = 16,
+    max_len: Annotated[int, typer.Option(help="Tokens of a document; the rest is cut.")] = 320,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 8e-4,
+    seed: Annotated[int, typer.Option(help="Of the order of documents.")] = 0,
+) -> None:
+    """Train until --steps. Stop it at any time: it goes on from its last checkpoint, with the shards that are there then."""
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    from specdec.train.fit import FitOptions
+
+    options = FitOptions(steps=steps, batch_size=batch_size, max_len=max_len, lr=lr, seed=seed)
+    run = _open_run(method, data, out, model)
+    console = Console()
+    with Bar(console=console) as bar:
+        task = bar.add_task(method, total=steps)
+
+        def show(progress: Progress) -> None:
+            bar.update(task, completed=progress.step, description=f"{method} loss {progress.loss:.3f}")
+            if progress.acceptance:
+                shares = " ".join(f"{share:.3f}" for share in progress.acceptance)
+                console.print(f"step {progress.step}: loss {progress.loss:.3f}, accepted {shares}, length {progress.mean_length:.3f}")
+
+        run.fit(options, show)
+
+
+@train_app.command()
+def export(
+    method: Annotated[str, typer.Argument(help="eagle3 or dspark")],
+    data: Data,
+    run_directory: Annotated[Path, typer.Option("--run", help="Directory that fit wrote to.")],
+    out: Annotated[Path, typer.Option("--out", help="Directory of the checkpoint.")],
+    model: Model = None,
+) -> None:
+    """Write the trained head in the public format of its method, ready for --speculative-config."""
+    from specdec.train.fit import FitOptions
+
+    options: FitOptions = FitOptions()
+    _open_run(method, data, run_directory, model).export(out, options)
+    typer.echo(str(out))
+
+
+def _open_run(method: str, data: Path, directory: Path, model: str | None) -> TrainingRun:
+    from specdec.config.engine import EMBEDDED_MODEL
+    from specdec.models.source import locate_target
+    from specdec.train.run import TargetTables, TrainingRun
+
+    files = locate_target(model or EMBEDDED_MODEL)
+    tables = TargetTables.load(files.model_path, _config_of(files.model_path))
+    return TrainingRun(method, data=data, directory=directory, target=tables, always=_special_ids(files.tokenizer_path))
+
+
+def _load_target(model: str | None) -> Any:
+    import torch
+
+    from specdec.config.engine import EMBEDDED_MODEL
+    from specdec.models.registry import load_model
+    from specdec.models.source import locate_target
+
+    path = locate_target(model or EMBEDDED_MODEL).model_path
+    config = _config_of(path)
+    return load_model(path, config, dtype=torch.bfloat16, device=torch.device("cpu"), max_model_len=config.max_position_embeddings)
+
+
+def _config_of(path: str) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(path)
+
+
+def _special_ids(path: str) -> tuple[int, ...]:
+    from transformers import AutoTokenizer
+
+    return tuple(AutoTokenizer.from_pretrained(path).all_special_ids)

@@ -1,0 +1,70 @@
+"""The target's hidden states over known text, computed on the serving path, so that a head is trained on what it will be served.
+
+Owns: packing documents into passes. Must not know: what reads the states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from specdec.models.attention import AttentionMetadata, allocate_kv
+from specdec.models.registry import TargetModel
+from specdec.train.shards import Document, features_path, read_shard, save_atomically, shard_paths
+
+TAPS = (2, 15, 27)  # layers already applied: an early, a middle and a late one of the embedded model's 30
+ROWS_PER_PASS = 2048
+BLOCK_SIZE = 16
+
+
+def make_features(path: Path, model: TargetModel, layers: Sequence[int], *, advance: Callable[[int], None] = lambda _: None) -> int:
+    """Write the hidden states of every shard that lacks them; returns how many shards were done.
+
+    layers: numbers of layers already applied, as EAGLE-3 counts; advance(n) is told of n more tokens.
+    """
+    missing = [shard for shard in shard_paths(path) if not features_path(shard).exists()]
+    for shard in missing:
+        documents = list(read_shard(shard, features=False))
+        states = [both for batch in _passes(documents) for both in _run(model, batch, layers)]
+        advance(sum(len(document.ids) for document in documents))
+        aux, hidden = (torch.cat(parts) for parts in zip(*states, strict=True))
+        save_atomically({"aux": aux, "hidden": hidden}, features_path(shard), metadata={"layers": ",".join(map(str, layers))})
+    return len(missing)
+
+
+def _passes(documents: Sequence[Document]) -> Iterator[list[torch.Tensor]]:
+    batch: list[torch.Tensor] = []
+    for document in documents:
+        if batch and sum(map(len, batch)) + len(document.ids) > ROWS_PER_PASS:
+            yield batch
+            batch = []
+        batch.append(document.ids)
+    yield batch
+
+
+@torch.inference_mode()
+def _run(model: TargetModel, batch: Sequence[torch.Tensor], layers: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield (aux [T, n, H], hidden [T, H]) of each document."""
+    device, lens = model.device, [len(ids) for ids in batch]
+    blocks = [-(-length // BLOCK_SIZE) for length in lens]
+    table = torch.zeros(len(batch), max(blocks), dtype=torch.int32)
+    slots, first = [], 0
+    for row, (count, length) in enumerate(zip(blocks, lens, strict=True)):
+        table[row, :count] = torch.arange(first, first + count)
+        slots.append(torch.arange(length) + first * BLOCK_SIZE)
+        first += count
+    kv = allocate_kv(model.num_layers, (first, BLOCK_SIZE, *model.kv_shape()), dtype=model.dtype, device=device)
+    meta = AttentionMetadata(
+        cu_query_lens=torch.tensor([0, *lens], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32),
+        seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
+        block_table=table.to(device),
+        slot_mapping=torch.cat(slots).to(device),
+        query_lens_cpu=tuple(lens),
+        seq_lens_cpu=tuple(lens),
+    )
+    positions = torch.cat([torch.arange(length) for length in lens]).to(device)
+    hidden, taps = model.forward(torch.cat(list(batch)).to(device), positions, kv, meta, taps=tuple(layers))
+    aux = torch.stack([taps[layer] for layer in layers], dim=1).to("cpu", torch.bfloat16)
+    yield from zip(torch.split(aux, lens), torch.split(hidden.to("cpu", torch.bfloat16), lens), strict=True)

@@ -1,0 +1,127 @@
+"""TrainingRun: one directory in which one head is trained, from the data to the exported checkpoint.
+
+Owns: what a run consists of, and that it goes on with the vocabulary it began with. Must not know: arguments, progress bars.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from specdec.errors import ConfigError
+from specdec.models.loader import Checkpoint
+from specdec.train.draft_vocabulary import choose_draft_ids, count_ids, mask_of, offsets_of
+from specdec.train.dspark import DSparkTraining
+from specdec.train.eagle3 import Eagle3Training
+from specdec.train.fit import FitOptions, Progress, checkpoint_path, fit, load_averaged
+from specdec.train.shards import Corpus, save_atomically, shard_paths
+
+METHODS: dict[str, Any] = {"eagle3": Eagle3Training, "dspark": DSparkTraining}
+DRAFT_VOCAB = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetTables:
+    """What a head borrows while it is trained: config, embedding [V, H] and LM head [V, H] of the target."""
+
+    config: Any
+    embedding: torch.Tensor
+    head: torch.Tensor
+
+    @classmethod
+    def load(cls, path: str, hf_config: Any) -> TargetTables:
+        """Read the two tables alone.
+
+        Raises:
+            ConfigError: the checkpoint has no such tensor.
+        """
+        text = hf_config.get_text_config()
+        shape = (text.vocab_size, text.hidden_size)
+        with Checkpoint(path) as checkpoint:
+            embedding = checkpoint.take("model.embed_tokens.weight", shape)
+            head = embedding if text.tie_word_embeddings else checkpoint.take("lm_head.weight", shape)
+        return cls(config=text, embedding=embedding, head=head)
+
+
+class TrainingRun:
+    """A method, its data and its directory.
+
+    Raises:
+        ConfigError: unknown method, or data without features.
+    """
+
+    def __init__(self, method: str, *, data: Path, directory: Path, target: TargetTables, always: tuple[int, ...] = ()) -> None:
+        if method not in METHODS:
+            raise ConfigError(f"method is {method!r}, but heads are trained for {', '.join(METHODS)}")
+        self.method, self.data, self.directory, self.target = method, data, directory, target
+        self.corpus = Corpus(data, features=True)
+        self.draft_ids = self._vocabulary(always)
+        torch.manual_seed(0)  # of the first weights
+        self.head: nn.Module = METHODS[method](target.config, embedding=target.embedding, head=target.head, draft_ids=self.draft_ids)
+
+    def fit(self, options: FitOptions, show: Callable[[Progress], None]) -> None:
+        """Train, or go on training."""
+        documents = self.corpus.documents
+        fit(
+            self.head,
+            documents("train"),
+            documents("eval"),
+            full_head=self.target.head,
+            directory=self.directory,
+            options=options,
+            show=show,
+        )
+
+    def export(self, out: Path, options: FitOptions) -> None:
+        """Write the averaged weights of the last checkpoint in the public format of the method, with where they come from.
+
+        Raises:
+            ConfigError: nothing was trained yet.
+        """
+        if not checkpoint_path(self.directory).exists():
+            raise ConfigError(f"{str(self.directory)!r} holds no checkpoint", hint="run specdec train fit first")
+        state = torch.load(checkpoint_path(self.directory), weights_only=True)
+        load_averaged(self.head, state["averaged"])
+        out.mkdir(parents=True, exist_ok=True)
+        head: Any = self.head
+        maps = {"d2t": offsets_of(self.draft_ids), "t2d": mask_of(self.draft_ids, self.target.config.vocab_size)}
+        save_atomically(head.tensors() | maps, out / "model.safetensors", metadata={"format": "pt"})
+        (out / "config.json").write_text(json.dumps(head.config(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        provenance = self._provenance(int(state["step"]), options)
+        (out / "provenance.json").write_text(json.dumps(provenance, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    def _vocabulary(self, always: tuple[int, ...]) -> torch.Tensor:
+        path = self.directory / "draft_ids.safetensors"
+        if path.exists():
+            stored: torch.Tensor = load_file(path)["draft_ids"]
+            return stored
+        counts = count_ids(self.corpus.documents("train"), self.target.config.vocab_size)
+        draft_ids = choose_draft_ids(counts, min(DRAFT_VOCAB, len(counts)), always=always)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        save_atomically({"draft_ids": draft_ids}, path)
+        return draft_ids
+
+    def _provenance(self, steps: int, options: FitOptions) -> dict[str, Any]:
+        shards = shard_paths(self.data)
+        digest = hashlib.sha256(b"".join(hashlib.sha256(shard.read_bytes()).digest() for shard in shards)).hexdigest()
+        log = (self.directory / "log.jsonl").read_text(encoding="utf-8").splitlines()
+        measured = [entry for entry in map(json.loads, log) if entry["acceptance"]]
+        counted = self.corpus.documents("train")
+        return {
+            "method": self.method,
+            "steps": steps,
+            "options": asdict(options),
+            "documents": len(counted),
+            "tokens": sum(len(document.ids) - document.prompt_len for document in counted),
+            "data_sha256": digest,
+            "written_by": "the target itself, answering prompts it was given or wrote itself; see docs/guides/train-a-head.md",
+            "held_out_acceptance": measured[-1]["acceptance"] if measured else None,
+        }
