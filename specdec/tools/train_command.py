@@ -25,7 +25,7 @@ def features(data: Data, model: Model = None) -> None:
     """Compute the target's hidden states for every shard that lacks them: about 4.6 kB a token on disk."""
     from rich.progress import Progress as Bar
 
-    from specdec.train.features import TAPS, make_features
+    from specdec.train.features import make_features, taps_of
     from specdec.train.shards import features_path, read_shard, shard_paths
 
     missing = [shard for shard in shard_paths(data) if not features_path(shard).exists()]
@@ -33,7 +33,7 @@ def features(data: Data, model: Model = None) -> None:
     target: Any = _load_target(model)
     with Bar(transient=True) as bar:
         task = bar.add_task("tokens", total=total)
-        make_features(data, target, TAPS, advance=lambda count: bar.advance(task, count))
+        make_features(data, target, taps_of(target.num_layers), advance=lambda count: bar.advance(task, count))
     typer.echo(f"{len(missing)} shards, {total} tokens")
 
 

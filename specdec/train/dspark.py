@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from specdec.train.batches import Batch
-from specdec.train.features import TAPS
+from specdec.train.features import taps_of
 from specdec.train.layers import rms_norm, rope_table, rotate, silu_mlp
 from specdec.train.losses import Mix, draft_laws, linear_draft_loss
 from specdec.train.public_config import head_dim_of, shared_keys, theta_of
@@ -49,8 +49,8 @@ class DSparkTraining(nn.Module):
         self.target, self.head_dim, self.eps, self.theta = target, head_dim_of(target), target.rms_norm_eps, theta_of(target)
         self.slots, self.mask_token_id, self.dtype, self.draft_ids = slots, mask_token_id, dtype, draft_ids
         self.embedding, self.target_head = embedding.to(dtype), head[draft_ids].to(dtype)
-        width = target.hidden_size
-        self.fc, self.context_norm = _matrix(width, len(TAPS) * width), nn.Parameter(torch.ones(width))
+        self.taps, width = taps_of(target.num_hidden_layers), target.hidden_size
+        self.fc, self.context_norm = _matrix(width, len(self.taps) * width), nn.Parameter(torch.ones(width))
         self.layers = nn.ModuleList([nn.ParameterDict(_layer(target, self.head_dim)) for _ in range(num_layers)])
         self.norm = nn.Parameter(torch.ones(width))
         self.lm_head = nn.Parameter(head[draft_ids].float().clone())
@@ -178,7 +178,7 @@ class DSparkTraining(nn.Module):
     def config(self) -> dict[str, Any]:
         """config.json of the exported head."""
         own = {"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "block_size": self.slots, "mask_token_id": self.mask_token_id}
-        own |= {"sample_from_anchor": True, "target_layer_ids": [tap - 1 for tap in TAPS]}
+        own |= {"sample_from_anchor": True, "target_layer_ids": [tap - 1 for tap in self.taps]}
         own |= {"markov_rank": RANK, "markov_head_type": "vanilla", "enable_confidence_head": True, "confidence_head_with_markov": True}
         return own | shared_keys(self.target, num_layers=len(self.layers), draft_vocab=len(self.draft_ids))
 

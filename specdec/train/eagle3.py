@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from specdec.train.batches import Batch
-from specdec.train.features import TAPS
+from specdec.train.features import taps_of
 from specdec.train.layers import rms_norm, rope_table, rotate, silu_mlp
 from specdec.train.losses import draft_laws, linear_draft_loss
 from specdec.train.public_config import head_dim_of, shared_keys, theta_of
@@ -35,7 +35,6 @@ class Eagle3Training(nn.Module):
         embedding: torch.Tensor,
         head: torch.Tensor,
         draft_ids: torch.Tensor,
-        num_taps: int = 3,
         steps: int = 4,
         dtype: torch.dtype = torch.bfloat16,
         shift: int = 0,
@@ -43,14 +42,14 @@ class Eagle3Training(nn.Module):
         super().__init__()
         width, inner = target.hidden_size, target.intermediate_size
         self.heads, self.kv_heads = target.num_attention_heads, target.num_key_value_heads
-        self.target, self.head_dim = target, head_dim_of(target)
-        self.eps, self.steps, self.dtype, self.num_taps, self.shift = target.rms_norm_eps, steps, dtype, num_taps, shift
+        self.target, self.head_dim, self.taps = target, head_dim_of(target), taps_of(target.num_hidden_layers)
+        self.eps, self.steps, self.dtype, self.shift = target.rms_norm_eps, steps, dtype, shift
         self.theta = theta_of(target)
         self.embedding, self.target_head = embedding.to(dtype), head[draft_ids].to(dtype)
         self.draft_ids = draft_ids
         q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        self.fc_norm = nn.ParameterList([nn.Parameter(torch.ones(width)) for _ in range(num_taps)])
-        self.fc = _matrix(width, num_taps * width)
+        self.fc_norm = nn.ParameterList([nn.Parameter(torch.ones(width)) for _ in self.taps])
+        self.fc = _matrix(width, len(self.taps) * width)
         self.token_norm, self.feature_norm = nn.Parameter(torch.ones(width)), nn.Parameter(torch.ones(width))
         self.q, self.k, self.v = _matrix(q_size, 2 * width), _matrix(kv_size, 2 * width), _matrix(kv_size, 2 * width)
         self.o, self.post_norm = _matrix(width, q_size), nn.Parameter(torch.ones(width))
@@ -144,7 +143,7 @@ class Eagle3Training(nn.Module):
     def config(self) -> dict[str, Any]:
         """config.json of the exported head."""
         own: dict[str, Any] = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "fc_norm": True, "norm_output": True}
-        own["eagle_aux_hidden_state_layer_ids"] = list(TAPS)
+        own["eagle_aux_hidden_state_layer_ids"] = list(self.taps)
         return own | shared_keys(self.target, num_layers=1, draft_vocab=len(self.draft_ids))
 
 

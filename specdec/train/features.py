@@ -14,9 +14,13 @@ from specdec.models.attention import AttentionMetadata, allocate_kv
 from specdec.models.registry import TargetModel
 from specdec.train.shards import Document, features_path, read_shard, save_atomically, shard_paths
 
-TAPS = (2, 15, 27)  # layers already applied: an early, a middle and a late one of the embedded model's 30
 ROWS_PER_PASS = 2048
 BLOCK_SIZE = 16
+
+
+def taps_of(num_layers: int) -> tuple[int, ...]:
+    """Layers already applied whose states a head reads: an early, a middle and a late one, as EAGLE-3 has them."""
+    return tuple(sorted({2, num_layers // 2, num_layers - 3}))
 
 
 def make_features(path: Path, model: TargetModel, layers: Sequence[int], *, advance: Callable[[int], None] = lambda _: None) -> int:

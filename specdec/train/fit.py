@@ -144,7 +144,7 @@ def _advance(head: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer, *,
     loss.backward()
     nn.utils.clip_grad_norm_(head.parameters(), 1.0)
     optimizer.step()
-    return float(loss), parts
+    return float(loss.detach()), parts
 
 
 @torch.no_grad()

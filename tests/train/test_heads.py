@@ -1,0 +1,238 @@
+"""Heads in training compute what the papers say, learn, go on where they stopped, and serve what was trained."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specdec.errors import ConfigError
+from specdec.train.batches import collate
+from specdec.train.draft_vocabulary import choose_draft_ids
+from specdec.train.dspark import DSparkTraining
+from specdec.train.eagle3 import Eagle3Training
+from specdec.train.features import make_features
+from specdec.train.fit import FitOptions, Progress, fit
+from specdec.train.losses import Mix, draft_laws, linear_draft_loss
+from specdec.train.run import TrainingRun
+from specdec.train.shards import Corpus, save_atomically
+from tests.models.block_reference import BlockSpec, PlainBlock
+from tests.models.eagle_reference import Spec
+from tests.proposers.heads import headed as eagle_headed
+from tests.proposers.heads import plain_head
+from tests.proposers.test_block import headed as block_headed
+from tests.proposers.tiny import plain, request, run
+from tests.train.conftest import TAPS, Taught
+
+OPTIONS = FitOptions(steps=80, batch_size=8, max_len=48, lr=6e-3, save_every=40, eval_every=40, ema=0.9)
+EAGLE = Spec(draft_vocab=97, taps=(1, 2), fc_norm=True, norm_output=True)
+
+
+def build(taught: Taught, kind: type[Any], **more: Any) -> Any:
+    torch.manual_seed(1)
+    tables = taught.tables
+    ids = torch.arange(97)
+    head = kind(tables.config, embedding=tables.embedding, head=tables.head, draft_ids=ids, dtype=torch.float32, **more)
+    with torch.no_grad():  # nothing may be zero or one, or a missing part would not show
+        for name, weight in head.named_parameters():
+            weight += 0.2 * torch.randn_like(weight) if weight.ndim == 1 or "markov_second" in name else 0
+    return head
+
+
+def save(head: Any, path: Path) -> Path:
+    path.mkdir()
+    tensors = {name: tensor.float() for name, tensor in head.tensors().items()}
+    for name, value in zip(tensors, (x.detach() for x in _wide(head)), strict=True):
+        tensors[name] = value.contiguous()
+    save_atomically(tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(head.config()), encoding="utf-8")
+    return path
+
+
+def _wide(head: Any) -> list[torch.Tensor]:
+    """The weights in the order of `tensors`, before they are rounded to bf16."""
+    rounded = head.tensors()
+    own = dict(head.named_parameters())
+    found = []
+    for name, tensor in rounded.items():
+        same = [x for x in own.values() if x.numel() == tensor.numel() and torch.equal(x.detach().bfloat16().view_as(tensor), tensor)]
+        assert len(same) == 1, name
+        found.append(same[0].detach().view_as(tensor))
+    return found
+
+
+# -- arithmetic ----------------------------------------------------------------------------------------------------------
+
+
+def test_features_are_the_targets_own_states(taught: Taught) -> None:
+    document = Corpus(taught.data, features=True).documents("train")[3]
+    assert document.aux is not None
+    assert document.hidden is not None
+    streams: list[torch.Tensor] = []
+    parts = [*taught.model.model.layers, taught.model.model.norm]
+    hooks = [part.register_forward_pre_hook(lambda _, args: streams.append(args[0][0])) for part in parts]
+    with torch.no_grad():
+        last = taught.model.model(input_ids=document.ids[None], use_cache=False).last_hidden_state[0]
+    for hook in hooks:
+        hook.remove()
+    for place, tap in enumerate(TAPS):
+        torch.testing.assert_close(document.aux[:, place].float(), streams[tap], atol=2e-2, rtol=1e-2)
+    torch.testing.assert_close(document.hidden.float(), last, atol=2e-2, rtol=1e-2)
+    assert make_features(taught.data, taught.model, TAPS) == 0  # nothing is left to do
+
+
+@pytest.mark.parametrize("mix", [Mix(), Mix(0.0, 1.0), Mix(0.3, 0.7)])
+def test_the_fused_loss_and_its_gradient_are_those_of_autograd(mix: Mix) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, generator=generator).requires_grad_() for n in (700, 31))
+    laws = torch.randn(50, 31, generator=generator).mul(3).softmax(-1)
+    rows, weights = torch.randint(0, 50, (700,), generator=generator), torch.rand(700, generator=generator)
+    loss, overlap = linear_draft_loss(hidden, weight, laws, rows, row_weight=weights, mix=mix)
+    loss.backward()
+    mine = hidden.grad, weight.grad
+    hidden.grad = weight.grad = None
+    log_q, p = (hidden @ weight.T).log_softmax(-1), laws[rows]
+    distance = (p - log_q.exp()).abs().sum(-1)
+    plain = ((mix.cross_entropy * -(p * log_q).sum(-1) + mix.distance * distance) * weights).sum()
+    plain.backward()
+    torch.testing.assert_close(loss, plain)
+    torch.testing.assert_close(overlap, 1 - distance.detach() / 2)
+    torch.testing.assert_close(mine, (hidden.grad, weight.grad), atol=1e-4, rtol=1e-4)
+
+
+def test_laws_are_the_targets_on_the_draft_vocabulary() -> None:
+    hidden, head = torch.randn(9, 8), torch.randn(20, 8)
+    torch.testing.assert_close(draft_laws(hidden, head), (hidden @ head.T).softmax(-1))
+
+
+def test_the_eagle3_roll_out_is_the_papers(taught: Taught, tmp_path: Path) -> None:
+    """Step s of row j, against a plain head that reads the text afresh and is fed its own output s times."""
+    head = build(taught, Eagle3Training, steps=3)
+    reference = plain_head(taught.target, save(head, tmp_path / "head"), EAGLE).reference
+    document = Corpus(taught.data, features=True).documents("train")[0]
+    with torch.no_grad():
+        outputs = head.roll_out(collate([document], max_len=48))
+    assert document.aux is not None
+    features = reference.features(list(document.aux.float().unbind(1)))
+    for row in (0, 7, 30):
+        ids, fed = document.ids[1 : row + 2], features[: row + 1]
+        for step, output in enumerate(outputs):
+            scored, following = reference.rows(ids, fed)
+            torch.testing.assert_close(output[0, row], scored[-1], atol=1e-3, rtol=1e-3)
+            ids, fed = document.ids[1 : row + 3 + step], torch.cat([fed, following[-1:]])
+
+
+def test_a_dspark_block_is_the_papers(taught: Taught, tmp_path: Path) -> None:
+    head = build(taught, DSparkTraining, slots=4)
+    document = Corpus(taught.data, features=True).documents("train")[0]
+    batch = collate([document], max_len=48)
+    anchors = torch.tensor([[1, 9, 30]])
+    with torch.no_grad():
+        blocks = head.blocks(batch, anchors)
+    spec = BlockSpec(draft_vocab=97, taps=(1, 2), rank=64, drafts=4)
+    reference = PlainBlock(taught.target, save(head, tmp_path / "head"), spec)
+    for place, anchor in enumerate(anchors[0].tolist()):
+        rows = reference.block(document.ids[: anchor + 1].tolist(), 4)
+        torch.testing.assert_close(blocks[0, place], rows, atol=3e-2, rtol=3e-2)  # features are kept in bf16
+
+
+# -- learning ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["eagle3", "dspark"])
+def test_a_head_learns_serves_and_is_accepted(taught: Taught, tmp_path: Path, method: str) -> None:
+    """A tiny target repeats itself, so a head that is aligned learns it in seconds; one that is shifted does not."""
+    training = TrainingRun(method, data=taught.data, directory=tmp_path / "run", target=taught.tables)
+    shown: list[Progress] = []
+    training.fit(OPTIONS, shown.append)
+    measured = [progress for progress in shown if progress.acceptance]
+    assert measured[-1].mean_length is not None
+    assert measured[-1].acceptance is not None
+    documents = list(Corpus(taught.data, features=True).documents("train"))
+    head: Any = training.head
+    hits, rows = head.accepted(collate(documents, max_len=48), taught.tables.head)
+    assert hits[0] / rows[0] > 0.5  # of the texts it was taught
+    training.export(tmp_path / "head", OPTIONS)
+    provenance = json.loads((tmp_path / "head" / "provenance.json").read_text())
+    assert provenance["steps"] == OPTIONS.steps
+    assert provenance["held_out_acceptance"] == list(measured[-1].acceptance)
+    stored = load_file(tmp_path / "head" / "model.safetensors")
+    assert all(tensor.dtype in (torch.bfloat16, torch.int64, torch.bool) for tensor in stored.values())
+    requests = [request(f"r{i}", document.ids[:6].tolist(), temperature=0.0, max_tokens=30) for i, document in enumerate(documents[:8])]
+    if method == "dspark":
+        resolved = block_headed(taught.target, tmp_path / "head", 4)
+    else:
+        resolved = eagle_headed(taught.target, tmp_path / "head", EAGLE, 4)
+    result = run(resolved, requests)
+    assert result.token_ids == plain(taught.target, requests)
+    assert result.num_accepted() / result.num_drafted() > 0.2
+
+
+def test_an_eagle3_head_trained_one_place_off_learns_less(taught: Taught, tmp_path: Path) -> None:
+    corpus, lengths = Corpus(taught.data, features=True), {}
+    for shift in (-1, 0, 1):
+        torch.manual_seed(1)
+        tables = taught.tables
+        head = Eagle3Training(tables.config, embedding=tables.embedding, head=tables.head, draft_ids=torch.arange(97), steps=2, shift=shift)
+        options = replace(OPTIONS, steps=40)
+        fit(head, corpus.documents("train"), (), full_head=tables.head, directory=tmp_path / str(shift), options=options)
+        head.shift = 0  # drafts are always judged as they are served
+        hits, rows = head.accepted(collate(list(corpus.documents("train")[:20]), max_len=48), tables.head)
+        lengths[shift] = float(hits[0] / rows[0])
+    assert lengths[0] > lengths[-1] + 0.05
+    assert lengths[0] > lengths[1] + 0.05
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(taught: Taught, tmp_path: Path) -> None:
+    weights = {}
+    for name, stops in (("whole", (6,)), ("stopped", (3, 6))):
+        for _ in stops:
+            training = TrainingRun("dspark", data=taught.data, directory=tmp_path / name, target=taught.tables)
+            stop_at = len(stops) == 2 and not (tmp_path / name / "checkpoint.pt").exists()
+            options = replace(OPTIONS, steps=6, save_every=3, eval_every=100)
+            if stop_at:
+                with pytest.raises(KeyboardInterrupt):
+                    training.fit(options, _stop_after(4))
+            else:
+                training.fit(options, lambda _: None)
+        weights[name] = training.head.state_dict()
+    for name, value in weights["whole"].items():
+        assert torch.equal(value, weights["stopped"][name]), name
+
+
+def _stop_after(step: int) -> Any:
+    def show(progress: Progress) -> None:
+        if progress.step == step:
+            raise KeyboardInterrupt
+
+    return show
+
+
+# -- bad input -----------------------------------------------------------------------------------------------------------
+
+
+def test_missing_data_and_bad_sizes_are_named(taught: Taught, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no shard"):
+        Corpus(tmp_path, features=False)
+    with pytest.raises(ConfigError, match="method is 'eagle9'"):
+        TrainingRun("eagle9", data=taught.data, directory=tmp_path, target=taught.tables)
+    with pytest.raises(ConfigError, match="draft-vocab-size is 98"):
+        choose_draft_ids(torch.zeros(97), 98)
+    with pytest.raises(ConfigError, match="lr is 2"):
+        FitOptions(lr=2)
+    with pytest.raises(ConfigError, match="one batch needs 4000"):
+        TrainingRun("dspark", data=taught.data, directory=tmp_path / "x", target=taught.tables).fit(
+            replace(OPTIONS, batch_size=4000), lambda _: None
+        )
+    with pytest.raises(ConfigError, match="no checkpoint"):
+        TrainingRun("dspark", data=taught.data, directory=tmp_path / "y", target=taught.tables).export(tmp_path / "z", OPTIONS)
+
+
+def test_the_most_frequent_ids_and_the_special_ones_are_drafted() -> None:
+    counts = torch.tensor([0, 5, 1, 9, 0, 7])
+    assert choose_draft_ids(counts, 3, always=[0]).tolist() == [0, 3, 5]
