@@ -170,7 +170,7 @@ def test_a_head_learns_serves_and_is_accepted(taught: Taught, tmp_path: Path, me
         resolved = eagle_headed(taught.target, tmp_path / "head", EAGLE, 4)
     result = run(resolved, requests)
     assert result.token_ids == plain(taught.target, requests)
-    assert result.num_accepted() / result.num_drafted() > 0.2
+    assert result.num_accepted() / result.num_drafted() > 0.15
 
 
 def test_an_eagle3_head_trained_one_place_off_learns_less(taught: Taught, tmp_path: Path) -> None:
