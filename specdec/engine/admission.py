@@ -54,18 +54,22 @@ def check_request(request: EngineRequest, resolved: ResolvedConfig) -> None:
 
 
 def with_token_ids(request: EngineRequest, tokenizer: Tokenizer) -> EngineRequest:
-    """Return the request with its bad words as ids, each as it reads at the start of a text and after a space."""
-    words = request.sampling.bad_words
-    if not words:
-        return request
-    known = dict.fromkeys(request.sampling.bad_words_token_ids)
-    for word in words:
+    """Return the request with its bad words as ids."""
+    sampling = with_bad_word_ids(request.sampling, tokenizer)
+    return request if sampling is request.sampling else replace(request, sampling=sampling)
+
+
+def with_bad_word_ids(sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+    """Return the parameters with their bad words as ids, each as it reads at the start of a text and after a space."""
+    if not sampling.bad_words:
+        return sampling
+    known = dict.fromkeys(sampling.bad_words_token_ids)
+    for word in sampling.bad_words:
         for text in (word, " " + word.lstrip()):
             token_ids = tokenizer.encode(text, add_special_tokens=False)
             if token_ids:
                 known[token_ids] = None
-    sampling: SamplingParams = replace(request.sampling, bad_words=(), bad_words_token_ids=tuple(known))
-    return replace(request, sampling=sampling)
+    return replace(sampling, bad_words=(), bad_words_token_ids=tuple(known))
 
 
 def with_grammar(request: EngineRequest, grammars: GrammarCompiler) -> EngineRequest:

@@ -17,8 +17,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from specdec.engine.admission import with_bad_word_ids
 from specdec.engine.core import EngineCore
 from specdec.engine.delivery import Channel, Mailbox
+from specdec.engine.possible import check_possible
 from specdec.engine.types import EngineOutput, EngineRequest
 from specdec.errors import EngineDeadError, QueueFull, RequestRejected, SpecdecError
 from specdec.metrics.stats import EngineStats
@@ -95,14 +97,22 @@ class AsyncEngine:
         """Return the parameters with their constraint, if any, compiled on another thread. Call it before `generate`.
 
         Raises:
-            RequestRejected: the constraint cannot be used; `field` is the `param` and begins the message.
+            RequestRejected: the constraint cannot be used (`field` is the `param` and begins the message), or it and other
+                parameters leave no token to draw.
             QueueFull: too many constraints are being compiled.
         """
         wish = sampling.structured
-        if wish is None or wish.compiled is not None:
-            return sampling
-        compiled = await self.core.grammars.compile_async(wish, field=field)
-        return replace(sampling, structured=replace(wish, compiled=compiled))
+        if wish is not None and wish.compiled is None:
+            compiled = await self.core.grammars.compile_async(wish, field=field)
+            sampling = replace(sampling, structured=replace(wish, compiled=compiled))
+        if sampling.allowed_token_ids is not None or sampling.bad_words:
+            await asyncio.to_thread(self._check_possible, sampling, field)
+        return sampling
+
+    def _check_possible(self, sampling: SamplingParams, field: str) -> None:
+        resolved = self.core.resolved
+        known = with_bad_word_ids(sampling, self.core.tokenizer)
+        check_possible(known, vocab_size=resolved.vocab_size, eos_token_ids=resolved.eos_token_ids, field=field)
 
     def generate(self, request: EngineRequest) -> OutputStream:
         """Queue a request and return its stream. Call it on the event loop that will read.

@@ -135,8 +135,12 @@ class Tokenizer:
                 tokenize=False,
                 **extra,
             )
-        except Exception as error:  # jinja raises what the template's author chose: all of it is about the messages
-            raise RequestRejected(f"messages do not fit the model's chat template: {error}", param="messages") from error
+        except Exception as error:  # all of it is about the messages, but only what the template's author wrote is for a client to read
+            raise RequestRejected(
+                f"messages do not fit the model's chat template{_said_by_template(error)}",
+                param="messages",
+                hint="send roles and texts that it knows, or a rendered prompt to /v1/completions",
+            ) from error
         return text
 
     def token_text(self, token_id: int) -> str:
@@ -168,6 +172,13 @@ class Tokenizer:
 _RESERVED_TEMPLATE_KEYS = frozenset(
     {"messages", "conversation", "tools", "add_generation_prompt", "chat_template", "tokenize", "return_dict"}
 )
+
+
+def _said_by_template(error: Exception) -> str:
+    """A template speaks through raise_exception, which is jinja's plainest error; everything else tells of its own code."""
+    from jinja2.exceptions import TemplateError
+
+    return f": {error}" if type(error) is TemplateError else ""
 
 
 def _byte_of_char() -> dict[str, int]:

@@ -34,6 +34,11 @@ def check(sampling: SamplingParams, resolved: ResolvedConfig, *, priority: int =
 def _bad_structure(sampling: SamplingParams) -> Iterator[tuple[str, str]]:
     if sampling.structured is not None and sampling.ignore_eos:
         yield "ignore_eos", "ignore_eos is true, but a structured output ends where its grammar does; leave it out"
+    choices = sampling.structured.choice if sampling.structured is not None else None
+    if choices:
+        longest = max(len(choice.encode(errors="replace")) for choice in choices) + 1  # a token for each byte, then the end
+        if sampling.min_tokens > longest:
+            yield "min_tokens", f"min_tokens is {sampling.min_tokens}, but the longest of the choices has at most {longest} tokens"
 
 
 def _bad_ids(sampling: SamplingParams, vocab_size: int) -> Iterator[tuple[str, str]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -134,11 +135,25 @@ def _finding(path: str, found: Mapping[str, Any]) -> str:
         return str(found["msg"]).removeprefix("Value error, ")
     value = repr(found.get("input"))
     shown = value if len(value) <= 80 else value[:77] + "..."
+    if found["type"] == "too_short" and isinstance(found.get("ctx"), dict):
+        return f"{path} is {shown}, but it must hold at least {found['ctx']['min_length']} item"
     return f"{path} is {shown}, but {_rule(str(found['msg']))}"
 
 
 def _rule(message: str) -> str:
     return message.replace("Input should be", "it must be") if message.startswith("Input should be") else message[:1].lower() + message[1:]
+
+
+def _unreadable(cause: BaseException | None) -> str:
+    """What the JSON reader stumbled over beside plain bad syntax, which has a reply of its own."""
+    match cause:
+        case UnicodeDecodeError():
+            return f"it is not UTF-8 at byte {cause.start}"
+        case RecursionError():
+            return "its lists and objects are nested too deeply"
+        case ValueError():  # the only other one that the reader raises: int() refuses such texts
+            return f"it holds an integer of more than {sys.get_int_max_str_digits()} digits; no field takes one so large"
+    return "it must be JSON text in UTF-8"
 
 
 def _is_branch(part: str) -> bool:
@@ -158,9 +173,10 @@ def _http_reply(error: HTTPException) -> ErrorReply:
     texts = {
         404: "no such route; GET /openapi.json lists the routes",
         405: "this route does not take this HTTP method; see the Allow header",
-        400: "the body could not be read as JSON text in UTF-8",
     }
-    default = error.detail in ("Not Found", "Method Not Allowed", "There was an error parsing the body")
+    if error.status_code == 400 and error.detail == "There was an error parsing the body":
+        return ErrorReply(400, f"the body could not be read: {_unreadable(error.__cause__)}", INVALID, None, "invalid_body")
+    default = error.detail in ("Not Found", "Method Not Allowed")
     message = texts.get(error.status_code, str(error.detail)) if default else str(error.detail)
     kind = INVALID if error.status_code < 500 else "server_error"
     return ErrorReply(error.status_code, message, kind, None, codes.get(error.status_code), dict(error.headers or {}))

@@ -119,6 +119,11 @@ class GenerationBody(Body):
     speculative: Speculative | None = None
     per_request_spec_decode_metrics: SpecMetricsLevel | None = None
 
+    @property
+    def length_limit(self) -> tuple[str, int] | None:
+        """The field that limits the answer's length and its value, None where the client set none."""
+        return None
+
     @field_validator("logit_bias")
     @classmethod
     def need_token_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
@@ -146,6 +151,11 @@ class CompletionBody(GenerationBody):
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = Field(default=None, ge=1, le=128)
+
+    @property
+    def length_limit(self) -> tuple[str, int] | None:
+        """max_tokens, its default included; None where it is null."""
+        return None if self.max_tokens is None else ("max_tokens", self.max_tokens)
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -195,9 +205,9 @@ class ChatMessage(Body):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """Return what chat templates read; the newer name of the system role becomes the old one, which templates know."""
-        fields = {key: value for key, value in self.model_dump(exclude_unset=True).items() if value is not None or key == "content"}
-        return fields | {"role": "system" if self.role == "developer" else self.role}
+        """Return what chat templates read: content is always text, and the newer name of the system role the old one."""
+        fields = {key: value for key, value in self.model_dump(exclude_unset=True).items() if value is not None}
+        return fields | {"content": self.content or ""} | {"role": "system" if self.role == "developer" else self.role}
 
 
 class ChatBody(GenerationBody):
@@ -210,6 +220,13 @@ class ChatBody(GenerationBody):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def length_limit(self) -> tuple[str, int] | None:
+        """max_completion_tokens, or max_tokens; None where neither is set."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return None if self.max_tokens is None else ("max_tokens", self.max_tokens)
 
     @model_validator(mode="after")
     def agree_with_itself(self) -> ChatBody:

@@ -13,6 +13,8 @@ from specdec.sampling_params import SamplingParams, SpeculationParams, Structure
 from specdec.server.openai_errors import ContextLengthExceeded
 from specdec.server.protocol import ChatBody, CompletionBody, GenerationBody
 
+MAX_TOP_LOGPROBS = 20
+
 
 def completion_sampling(body: CompletionBody, *, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
     """Return the parameters of each choice of a completion; n is fanned out by the caller.
@@ -38,6 +40,8 @@ def chat_sampling(body: ChatBody, *, num_prompt_tokens: int, max_model_len: int)
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     max_tokens = fit(asked, name, room=room, num_prompt_tokens=num_prompt_tokens)
+    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_TOP_LOGPROBS:
+        raise RequestRejected(f"top_logprobs is {body.top_logprobs}, but it must be in 0..{MAX_TOP_LOGPROBS}", param="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return _sampling(body, max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
 
@@ -82,6 +86,7 @@ def fit(asked: int | None, name: str, *, room: int, num_prompt_tokens: int) -> i
 def _sampling(body: GenerationBody, max_tokens: int, *, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
     _check_text("stop", [body.stop] if isinstance(body.stop, str) else body.stop)
     _check_text("bad_words", body.bad_words)
+    _check_min_tokens(body, max_tokens)
     return SamplingParams(
         temperature=_or(body.temperature, 1.0),
         top_p=_or(body.top_p, 1.0),
@@ -106,6 +111,20 @@ def _sampling(body: GenerationBody, max_tokens: int, *, logprobs: int | None, pr
         structured=structured_params(body),
         speculation=_speculation(body),
     )
+
+
+def _check_min_tokens(body: GenerationBody, max_tokens: int) -> None:
+    """Where the client set no limit, the context is the limit, and the message must not speak of a max_tokens that nobody sent."""
+    asked, least = body.length_limit, body.min_tokens or 0
+    if asked is None and least > max_tokens:
+        raise RequestRejected(
+            f"min_tokens is {least}, but only {max_tokens} tokens fit after the prompt",
+            param="min_tokens",
+            hint=f"set min_tokens to {max_tokens} or less",
+        )
+    if asked is not None and least > max_tokens:
+        name, limit = asked
+        raise RequestRejected(f"min_tokens is {least}, but it must not exceed {name}, which is {limit}", param="min_tokens")
 
 
 def _or(value: Any, neutral: Any) -> Any:
@@ -153,7 +172,7 @@ def structured_params(body: GenerationBody) -> StructuredOutputParams | None:
     if len(found) > 1:
         names = " and ".join(name for name, _ in found)
         raise RequestRejected(f"{names} are given, but one request takes one constraint", param=found[1][0], hint="send one of them")
-    if not found and body.structured_outputs is not None and body.structured_outputs.model_fields_set:
+    if not found and body.structured_outputs is not None:
         raise RequestRejected(
             "structured_outputs names no constraint", param="structured_outputs", hint="send json, regex, choice, grammar or json_object"
         )

@@ -196,6 +196,8 @@ class _Check:
         types = _type_list(node["type"])
         if "object" in types:
             node = self._object(node, path)
+        if "array" in types:
+            node = _array(node, path)
         if "string" in types and len(clash := sorted(node.keys() & _STRING)) > 1 and clash != ["maxLength", "minLength"]:
             raise GrammarFault(f"{path}: {' and '.join(clash)} cannot be enforced together", hint="keep one, or write one pattern for both")
         pattern = _FORMATS.get(node["format"]) if "string" in types and isinstance(node.get("format"), str) else None
@@ -219,6 +221,23 @@ class _Check:
         if others is False:
             raise GrammarFault(f"{path}: {missing[0]!r} is required, but neither in properties nor allowed by additionalProperties")
         return node | {"properties": properties | dict.fromkeys(missing, others)}
+
+
+def _array(node: Schema, path: str) -> Schema:
+    """An array that says nothing of its items may hold any; the compiler would let none of them in."""
+    for key in ("minItems", "maxItems"):
+        value = node.get(key, 0)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise GrammarFault(f"{path}/{key} is {json.dumps(value)[:40]}, but it must be a whole number, 0 or more")
+    least, most, places = node.get("minItems", 0), node.get("maxItems"), len(node.get("prefixItems", ()))
+    if most is not None and least > most:
+        raise GrammarFault(f"{path}: minItems is {least}, but maxItems is {most}, so that no array fits", hint="lower minItems")
+    if least > places and node.get("items") is False:
+        named = f"prefixItems has {places} and items is false"
+        raise GrammarFault(f"{path}: minItems is {least}, but {named}, so that no array is that long", hint="say in items what may follow")
+    if "items" not in node and (least > places or not places):
+        return node | {"items": True}
+    return node
 
 
 def _below(path: str, key: str, name: str) -> str:

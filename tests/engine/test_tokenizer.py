@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from specdec.engine.tokenizer import Tokenizer
+from specdec.engine.tokenizer import LONG_TEXT, Tokenizer
 from specdec.errors import ConfigError, RequestRejected
 
 TEXT = "Héllo 🎉\n\u00a0world<|im_end|>"
@@ -82,3 +85,40 @@ def test_a_saved_tokenizer_loads_again(toy: Tokenizer, tmp_path: Path) -> None:
     assert again.eos_token_ids == (5, *toy.eos_token_ids)
     assert again.encode("hello") == toy.encode("hello")
     assert again.vocab_size == toy.vocab_size
+
+
+def test_a_long_text_is_encoded_as_a_batch_which_lets_other_threads_run(smollm: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """encode holds the interpreter's lock from start to end, so a megabyte would hold up every stream; encode_batch does not."""
+    calls: list[str] = []
+
+    class Watched:
+        def __init__(self, backend: Any) -> None:
+            self._backend = backend
+
+        def encode(self, text: str, **options: Any) -> Any:
+            calls.append("encode")
+            return self._backend.encode(text, **options)
+
+        def encode_batch(self, texts: list[str], **options: Any) -> Any:
+            calls.append("encode_batch")
+            return self._backend.encode_batch(texts, **options)
+
+    text = "The cat sat on the mat, été 🎉. " * 300
+    expected = tuple(smollm.backend.encode(text, add_special_tokens=False).ids)
+    monkeypatch.setattr(smollm, "backend", Watched(smollm.backend))
+    assert len(text) > LONG_TEXT
+    assert smollm.encode(text, add_special_tokens=False) == expected
+    assert smollm.encode("The cat", add_special_tokens=False) == expected[:2]
+    assert calls == ["encode_batch", "encode"]
+
+
+def test_a_thread_runs_on_while_a_long_text_is_encoded(smollm: Tokenizer) -> None:
+    """While one thread encodes two megabytes, this one goes on: many turns, not one at the end."""
+    text = "The cat sat on the mat. " * 80_000
+    worker = threading.Thread(target=smollm.encode, args=(text,))
+    worker.start()
+    num_turns = 0
+    while worker.is_alive():
+        num_turns += 1
+        time.sleep(0.001)
+    assert num_turns > 20

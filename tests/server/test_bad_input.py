@@ -34,7 +34,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [  # fields beside the 
     ({"max_tokens": -5}, "max_tokens", "at least 1"),
     ({"max_tokens": True}, "max_tokens", "integer"),
     ({"max_tokens": 500}, "max_tokens", "maximum context length is 256"),
-    ({"max_tokens": 5, "min_tokens": 6}, "min_tokens", "must not exceed max_tokens 5"),
+    ({"max_tokens": 5, "min_tokens": 6}, "min_tokens", "must not exceed max_tokens, which is 5"),
     ({"n": 0}, "n", "1..128"),
     ({"n": 129}, "n", "1..128"),
     ({"n": 3, "best_of": 2}, "best_of", "best_of is 2"),
@@ -73,6 +73,17 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [  # fields beside the 
     ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "parenthesis is not closed"),
     ({"structured_outputs": {"regex": "~"}}, "structured_outputs.regex", "no token of this model can begin"),
     ({"structured_outputs": {"json": None}}, "structured_outputs", "names no constraint"),
+    ({"structured_outputs": {}}, "structured_outputs", "names no constraint"),
+    ({"allowed_token_ids": [96], "min_tokens": 2}, "allowed_token_ids", "forbid every token at the first token"),
+    ({"allowed_token_ids": [5, 7], "stop_token_ids": [7, 5], "min_tokens": 1}, "allowed_token_ids", "allowed_token_ids and min_tokens"),
+    ({"allowed_token_ids": [65], "bad_words": ["aa"]}, "allowed_token_ids", "allowed_token_ids and bad_words forbid every token after"),
+    ({"guided_choice": ["yes", "no"], "allowed_token_ids": [65, 96]}, "allowed_token_ids", "guided_choice forbid every token at the first"),
+    ({"guided_choice": ["no"], "allowed_token_ids": [78, 79]}, "allowed_token_ids", "after the tokens [78, 79]"),
+    ({"structured_outputs": {"regex": "ab|cd"}, "allowed_token_ids": [65, 66, 67, 96]}, "allowed_token_ids", "after the tokens [67]"),
+    ({"guided_choice": ["no"], "bad_words": ["o"]}, "bad_words", "bad_words and guided_choice forbid every token after the tokens [78]"),
+    ({"guided_choice": ["yes", "no"], "min_tokens": 12}, "min_tokens", "the longest of the choices has at most 4 tokens"),
+    ({"max_tokens": None, "min_tokens": 100_000}, "min_tokens", "only 253 tokens fit after the prompt"),
+    ({"min_tokens": 17}, "min_tokens", "must not exceed max_tokens, which is 16"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
     ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "unknown field"),
     ({"per_request_spec_decode_metrics": "all"}, "per_request_spec_decode_metrics", "'summary'"),
@@ -92,7 +103,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [  # fields beside the 
 ]
 
 BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
-    ({"messages": []}, "messages", "at least 1"),
+    ({"messages": []}, "messages", "messages is [], but it must hold at least 1 item"),
     ({"messages": "Hi"}, "messages", "list"),
     ({"messages": [{"role": "wizard", "content": "Hi"}]}, "messages.0.role", "'user'"),
     ({"messages": [{"role": "user"}]}, "messages", "must be text"),
@@ -101,7 +112,10 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user", "content": "Hi", "colour": 1}]}, "messages.colour", "unknown field"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "lone surrogate"),
     ({"top_logprobs": 3}, "top_logprobs", "logprobs: true"),
-    ({"logprobs": True, "top_logprobs": 30}, "logprobs", "0..20"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21, but it must be in 0..20"),
+    ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "top_logprobs is -1"),
+    ({"max_completion_tokens": 4, "min_tokens": 5}, "min_tokens", "max_completion_tokens, which is 4"),
+    ({"min_tokens": 10**6}, "min_tokens", "fit after the prompt"),
     ({"logprobs": 2}, "logprobs", "boolean"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "send one of them"),
     ({"max_completion_tokens": 1000}, "max_completion_tokens", "maximum context length"),
@@ -157,25 +171,26 @@ def test_all_offenders_are_named_at_once(served: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    ("raw", "code"),
+    ("raw", "code", "part"),
     [
-        (b"{", "invalid_json"),
-        (b'{"prompt": "a",}', "invalid_json"),
-        (b"\xff\xfe{}", None),
-        (b"[1, 2]", "invalid_body"),
-        (b'"text"', "invalid_body"),
-        (b"", "invalid_body"),
-        (b"[" * 100_000, None),
-        (b'{"prompt": "a", "max_tokens": 1' + b"0" * 5000 + b"}", None),
+        (b"{", "invalid_json", "character 1"),
+        (b'{"prompt": "a",}', "invalid_json", "character 15"),
+        (b"\xff\xfe{}", "invalid_json", "not valid JSON"),
+        (b'{"prompt": "\xff"}', "invalid_body", "not UTF-8 at byte 12"),
+        (b"[1, 2]", "invalid_body", "JSON object"),
+        (b'"text"', "invalid_body", "JSON object"),
+        (b"", "invalid_body", "JSON object"),
+        (b"[" * 100_000, "invalid_body", "nested too deeply"),
+        (b'{"prompt": "a", "max_tokens": 1' + b"0" * 5000 + b"}", "invalid_body", "an integer of more than 4300 digits"),
     ],
-    ids=["open", "comma", "utf16", "list", "string", "empty", "deep", "huge-number"],
+    ids=["open", "comma", "utf16", "latin1", "list", "string", "empty", "deep", "huge-number"],
 )
-def test_a_body_that_is_no_object_is_refused(served: Served, raw: bytes, code: str | None) -> None:
+def test_a_body_that_is_no_object_is_refused(served: Served, raw: bytes, code: str, part: str) -> None:
     response = served.http.post(served.url + COMPLETION, content=raw, headers={"content-type": "application/json"})
     assert response.status_code == 400
     assert response.json()["error"]["type"] == "invalid_request_error"
-    if code:
-        assert response.json()["error"]["code"] == code
+    assert response.json()["error"]["code"] == code
+    assert part in response.json()["error"]["message"]
 
 
 def test_a_body_of_another_type_is_refused_with_the_type_to_send(served: Served) -> None:
@@ -240,6 +255,35 @@ def test_content_parts_and_other_roles_pass(served: Served) -> None:
     text = served.post("/detokenize", {"tokens": tokens}).json()["prompt"]
     assert text.startswith("system: Be brief user: Hi")
     assert served.post(CHAT, {"messages": messages, "max_tokens": 2}).status_code == 200
+
+
+def test_constraints_that_leave_a_way_pass(served: Served) -> None:
+    """The rules of the refusals above, each with one more token allowed. (The toy worker applies no grammar, so only the status tells.)"""
+    for fields in (
+        {"allowed_token_ids": [65, 96], "min_tokens": 2},
+        {"guided_choice": ["no"], "allowed_token_ids": [78, 79, 96]},
+        {"structured_outputs": {"regex": "ab|cd"}, "allowed_token_ids": [65, 66, 96]},
+        {"structured_outputs": {"regex": "[a-z]{3}"}, "bad_words": ["o", "ab"]},
+        {"guided_choice": ["yes", "no"], "min_tokens": 4},
+    ):
+        response = served.post(COMPLETION, {"prompt": "abc", "max_tokens": 4, **fields})
+        assert response.status_code == 200, response.text
+
+
+def test_what_a_template_trips_over_is_not_shown(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Templates add texts together; a message without content, and tool messages, are texts to them."""
+    monkeypatch.setattr(served.tokenizer.hf, "chat_template", "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}")
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    quiet = [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c", "content": "5"}]
+    assert served.post(CHAT, {"messages": quiet, "max_tokens": 1}).status_code == 200
+    for template, shown in (
+        ("{{ messages[0]['content'] + 5 }}", False),
+        ("{{ nothing.here }}", False),
+        ("{{ raise_exception('roles must alternate') }}", True),
+    ):
+        monkeypatch.setattr(served.tokenizer.hf, "chat_template", template)
+        message = served.post(CHAT, {"messages": USER}).json()["error"]["message"]
+        assert message.startswith("messages do not fit the model's chat template" + (": roles must alternate" if shown else " (hint"))
 
 
 def test_garbage_on_the_socket_does_not_stop_the_server(served: Served) -> None:
