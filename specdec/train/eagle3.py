@@ -19,6 +19,7 @@ from specdec.train.layers import rms_norm, rope_table, rotate, silu_mlp
 from specdec.train.losses import draft_laws, linear_draft_loss
 from specdec.train.public_config import head_dim_of, shared_keys, theta_of
 
+THIN = 2  # roll-out steps behind the first see every second sequence: they cost as much, and teach less
 STEP_DECAY = 0.8  # weight of each roll-out step against the one before
 
 
@@ -62,8 +63,9 @@ class Eagle3Training(nn.Module):
         laws, owned = self._targets(batch)
         head = self.lm_head.to(self.dtype)
         losses = []
-        for step, output in enumerate(self.roll_out(batch)):
-            rows, law_rows = _rows(owned, step + 1 + self.shift, width=output.shape[1])
+        for step, output in enumerate(self.roll_out(batch, thin=THIN)):
+            every = THIN if step else 1
+            rows, law_rows = _rows(owned[::every], step + 1 + self.shift, width=output.shape[1], every=every)
             losses.append(linear_draft_loss(output.flatten(0, 1).index_select(0, rows), head, laws, law_rows)[0])
         parts = torch.stack(losses)
         decay = STEP_DECAY ** torch.arange(len(losses))
@@ -74,8 +76,11 @@ class Eagle3Training(nn.Module):
         laws = draft_laws(batch.hidden.to(self.dtype).flatten(0, 1), self.target_head)
         return laws, F.pad(batch.own[:, 1:], (0, 1))
 
-    def roll_out(self, batch: Batch) -> list[torch.Tensor]:
-        """Normed output [B, T - 1 - s, H] of each step s: row j reads token j + 1 + s and predicts the token behind it."""
+    def roll_out(self, batch: Batch, *, thin: int = 1) -> list[torch.Tensor]:
+        """Normed output [B, T - 1 - s, H] of each step s: row j reads token j + 1 + s and predicts the token behind it.
+
+        thin: behind the first step, go on with every so many-th sequence only.
+        """
         weights = self._weights()
         length = batch.ids.shape[1]
         cos, sin = rope_table(self.theta, self.head_dim, length + self.steps)
@@ -85,8 +90,11 @@ class Eagle3Training(nn.Module):
         outputs = []
         for step in range(self.steps):
             rows = length - 1 - step
+            every = thin if step else 1
+            if step == 1:
+                feature, keys, values = feature[::thin], [x[::thin] for x in keys], [x[::thin] for x in values]
             feature = feature[:, :rows]
-            token = F.embedding(batch.ids[:, 1 + step :], self.embedding)
+            token = F.embedding(batch.ids[::every, 1 + step :], self.embedding)
             place = slice(step, step + rows)
             mixed = torch.cat((rms_norm(token, self.token_norm, self.eps), rms_norm(feature, self.feature_norm, self.eps)), dim=-1)
             q, k, v = (F.linear(mixed, weights[name]).view(*mixed.shape[:-1], -1, self.head_dim) for name in ("q", "k", "v"))
@@ -167,11 +175,11 @@ def roll_out_attention(q: torch.Tensor, keys: list[torch.Tensor], values: list[t
     return out.transpose(1, 2)
 
 
-def _rows(owned: torch.Tensor, ahead: int, *, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(flat rows of [B, width], flat rows of [B, T]): where the token that row j predicts, `ahead` places on, is the target's own."""
+def _rows(owned: torch.Tensor, ahead: int, *, width: int, every: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(flat rows of [B / every, width], flat rows of [B, T]) where the token that row j predicts, `ahead` places on, is the target's."""
     shifted = owned[:, ahead:][:, :width]
     sequence, row = shifted.nonzero(as_tuple=True)
-    return sequence * width + row, sequence * owned.shape[1] + row + ahead
+    return sequence * width + row, sequence * every * owned.shape[1] + row + ahead
 
 
 def _matrix(out_size: int, in_size: int) -> nn.Parameter:
