@@ -1,4 +1,4 @@
-"""specdec train: features, fit, export. Each goes on where it was stopped.
+"""specdec train: data, features, fit, export. Each goes on where it was stopped.
 
 Owns: arguments and progress of the subcommands. Must not know: how a head is trained (specdec/train).
 """
@@ -18,6 +18,40 @@ train_app = typer.Typer(no_args_is_help=True, help="Train a draft head on text t
 
 Model = Annotated[str | None, typer.Option("--model", help="The target; none: the embedded model.")]
 Data = Annotated[Path, typer.Option("--data", help="Directory of the shards.")]
+
+
+@train_app.command()
+def data(
+    out: Annotated[Path, typer.Option("--out", help="Directory of the shards; what it holds already counts.")],
+    model: Model = None,
+    tokens: Annotated[int, typer.Option(help="Answer tokens in all: 1,000,000 for a first head, 5,000,000 for a good one.")] = 1_000_000,
+    prompts: Annotated[
+        str | None, typer.Option(help="Text file, one prompt a line; none: built-in ones and ones the target writes itself.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of prompts and answers.")] = 0,
+    batch: Annotated[int, typer.Option(help="Answers at once.")] = 48,
+) -> None:
+    """Let the target answer prompts. Stop it at any time: it goes on behind the last finished shard."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from specdec.config.engine import EMBEDDED_MODEL
+    from specdec.engine.llm import LLM
+    from specdec.tools.train_data import Report, write_data
+    from specdec.tools.verify_command import read_prompts
+
+    texts = read_prompts(prompts) if prompts else ()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with (
+        LLM(model or EMBEDDED_MODEL, speculative_config=None, max_model_len=640, max_num_seqs=batch) as llm,
+        Progress(*columns) as bar,
+    ):
+        task = bar.add_task("tokens", total=tokens)
+
+        def show(report: Report) -> None:
+            bar.update(task, completed=report.num_tokens, description=f"tokens, kept {report.kept} of {report.asked} answers")
+
+        total = write_data(llm, out, num_tokens=tokens, seed=seed, prompts=texts, show=show)
+    typer.echo(f"{total} answer tokens in {out}")
 
 
 @train_app.command()
