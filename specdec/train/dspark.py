@@ -61,9 +61,9 @@ class DSparkTraining(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (loss scalar, mean rejection 1 - overlap of each slot [G])."""
-        anchors = self.draw_anchors(batch)
-        states = self.blocks(batch, anchors)  # [B, A, G, H]
-        rows, law_rows, slot, previous = self._pick(batch, anchors)
+        anchors, slots = self.draw_anchors(batch), self.block_length(batch.number)
+        states = self.blocks(batch, anchors, slots)  # [B, A, G, H]
+        rows, law_rows, slot, previous = self._pick(batch, anchors, slots)
         embedded = F.embedding(previous, self.markov_first).to(self.dtype)  # [n, r]
         picked = states.flatten(0, 2).index_select(0, rows)
         wide = torch.cat((picked, embedded), dim=-1)
@@ -78,6 +78,10 @@ class DSparkTraining(nn.Module):
         by_slot = torch.zeros(self.slots).index_add_(0, slot, 1 - overlap) / count
         return loss + judged, by_slot
 
+    def block_length(self, number: int) -> int:
+        """Slots of a batch's blocks: every third batch has shorter ones, since a server drafts fewer when it is busy."""
+        return self.slots if number % 3 else 1 + number // 3 % self.slots
+
     def draw_anchors(self, batch: Batch) -> torch.Tensor:
         """[B, A] places whose next token is the target's own, at random; the same for the same batch."""
         next_owned = F.pad(batch.own[:, 1:], (0, 1)).float()
@@ -86,23 +90,23 @@ class DSparkTraining(nn.Module):
         chance = torch.rand(next_owned.shape, generator=generator) + next_owned
         return chance.topk(min(ANCHORS, chance.shape[1]), dim=1).indices.sort(dim=1).values
 
-    def blocks(self, batch: Batch, anchors: torch.Tensor) -> torch.Tensor:
+    def blocks(self, batch: Batch, anchors: torch.Tensor, slots: int) -> torch.Tensor:
         """Normed states [B, A, G, H] of the blocks at the anchors [B, A]; each sees the tokens before its anchor and itself."""
         context = rms_norm(F.linear(batch.aux.flatten(2).to(self.dtype), self.fc.to(self.dtype)), self.context_norm, self.eps)
         (num, length), (_, count) = batch.ids.shape, anchors.shape
-        ids = torch.full((num, count, self.slots), self.mask_token_id)
+        ids = torch.full((num, count, slots), self.mask_token_id)
         ids[:, :, 0] = batch.ids.gather(1, anchors)
         stream = F.embedding(ids.flatten(1), self.embedding)  # [B, A * G, H]
-        places = (anchors[:, :, None] + torch.arange(self.slots)).flatten(1)
-        cos, sin = rope_table(self.theta, self.head_dim, length + self.slots)
+        places = (anchors[:, :, None] + torch.arange(slots)).flatten(1)
+        cos, sin = rope_table(self.theta, self.head_dim, length + slots)
         turns = (cos[:length], sin[:length]), (cos[places], sin[places])
-        mask = _block_mask(anchors, length=length, slots=self.slots)
+        mask = _block_mask(anchors, length=length, slots=slots)
         for layer in self._layers():
             weights = {name: layer[name].to(self.dtype) for name in _LAYER}
             stream = stream + self._attention(layer, weights, context, stream, turns, mask)
             normed = rms_norm(stream, layer["post_norm"], self.eps)
             stream = stream + silu_mlp(normed, weights["gate"], weights["up"], weights["down"])
-        return rms_norm(stream, self.norm, self.eps).view(num, count, self.slots, -1)
+        return rms_norm(stream, self.norm, self.eps).view(num, count, slots, -1)
 
     def _layers(self) -> list[Any]:
         return list(self.layers)
@@ -131,10 +135,10 @@ class DSparkTraining(nn.Module):
     def _heads(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.linear(rows, weight).view(*rows.shape[:-1], -1, self.head_dim)
 
-    def _pick(self, batch: Batch, anchors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _pick(self, batch: Batch, anchors: torch.Tensor, slots: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Slots that are trained: their rows of [B * A * G], their laws' rows of [B * T], their numbers, the token before each."""
         length = batch.ids.shape[1]
-        places = anchors[:, :, None] + torch.arange(self.slots)  # the slot at place t predicts token t + 1
+        places = anchors[:, :, None] + torch.arange(slots)  # the slot at place t predicts token t + 1
         inside = places + 1 < length
         owned = batch.own.gather(1, (places + 1).clamp(max=length - 1).flatten(1)).view(places.shape) & inside
         valid = owned.long().cumprod(dim=2).bool()  # a block ends with the answer
@@ -150,7 +154,7 @@ class DSparkTraining(nn.Module):
         """
         best = (batch.hidden.to(self.dtype).flatten(0, 1) @ full_head.to(self.dtype).T).argmax(dim=-1).view(batch.ids.shape)
         anchors = self.draw_anchors(batch)
-        states = self.blocks(batch, anchors)
+        states = self.blocks(batch, anchors, self.slots)
         places = anchors[:, :, None] + torch.arange(self.slots)
         inside = places + 1 < batch.ids.shape[1]
         within = places.clamp(max=batch.ids.shape[1] - 1)
