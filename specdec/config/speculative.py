@@ -30,6 +30,7 @@ from specdec.config.method_configs import (
     OneHotConfig,
     SuffixConfig,
 )
+from specdec.config.trained_heads import trained_head
 from specdec.errors import ConfigError
 
 __all__ = ["BUILT_RULES", "LOSSY_RULES", "SpeculativeBase", "SpeculativeConfig", "built_methods", "check_schedule", "parse_speculative"]
@@ -144,11 +145,16 @@ def built_methods() -> frozenset[str]:
     return frozenset(REGISTRY)
 
 
-def default_speculative() -> SpeculativeConfig:
-    """Return what serves a user who asked for nothing: needs no checkpoint and costs nothing where it does not help."""
-    return SuffixConfig(
+def default_speculative(model: str = "") -> SpeculativeConfig:
+    """Return what serves a user who asked for nothing: it costs nothing where it does not help.
+
+    Lookups in the text need no weights; where a head was trained for the target (see trained_heads.py), it drafts what they cannot.
+    """
+    lookup = SuffixConfig(
         num_speculative_tokens=12, suffix_decoding_max_spec_factor=2.0, suffix_decoding_min_token_prob=0.3, policy="adaptive"
     )
+    head = trained_head(model)
+    return lookup if head is None else HybridConfig(sources=(lookup, head), policy="adaptive")
 
 
 def parse_speculative(
