@@ -134,7 +134,7 @@ def test_a_dspark_block_is_the_papers(taught: Taught, tmp_path: Path) -> None:
     anchors = torch.tensor([[1, 9, 30]])
     with torch.no_grad():
         blocks = head.blocks(batch, anchors, 4)
-    spec = BlockSpec(draft_vocab=97, taps=(1, 2), rank=64, drafts=4)
+    spec = BlockSpec(draft_vocab=97, taps=(1, 2), rank=32, drafts=4)
     reference = PlainBlock(taught.target, save(head, tmp_path / "head"), spec)
     for place, anchor in enumerate(anchors[0].tolist()):
         rows = reference.block(document.ids[: anchor + 1].tolist(), 4)
