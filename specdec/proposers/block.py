@@ -76,17 +76,18 @@ class BlockProposer(HeadProposer[BlockHead]):
         first = {span.request: int(last) + 1 - (span.stop - span.start) + bonus for span, last in zip(spans, rows.last, strict=True)}
         anchors = step.token_ids[step.rows[list(draws.anchors)], torch.tensor(list(draws.anchors.values()), device=rail.device)]
         normed = head.forward(self._block_ids(rows, anchors.long()), rows.positions, rail.kv, rows.meta)
+        base = head.compute_logits(normed)  # of all slots at once: the LM head is read once
         previous = dict(zip(draws.anchors, anchors.tolist(), strict=True))
         trust: dict[int, list[float]] = {}
         for depth in range(max(wanted.values())):
             left = [request for request in draws.anchors if wanted[request] > depth]
-            states, embedded = normed[[first[request] + depth for request in left]], None
-            logits = head.compute_logits(states)
+            at, embedded = [first[request] + depth for request in left], None
+            logits = base[at]
             if head.markov is not None:
                 embedded = head.markov.embed(torch.tensor([previous[request] for request in left], device=rail.device))
                 logits = logits + head.markov.bias(embedded)
             if head.confidence is not None:
-                for request, share in zip(left, head.confidence(states, embedded).tolist(), strict=True):
+                for request, share in zip(left, head.confidence(normed[at], embedded).tolist(), strict=True):
                     trust.setdefault(request, []).append(share)
             draws.draw(left, logits)
             previous |= zip(left, self.vocabulary.to_target(draws.newest(left)), strict=True)
