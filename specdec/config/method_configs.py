@@ -177,18 +177,14 @@ class HeadConfig(DrafterConfig):
 
 
 class DraftModelConfig(HeadConfig):
-    """A small causal language model. parallel_drafting: one trained with mask tokens, which drafts in one pass."""
+    """A small causal language model. parallel_drafting: one trained with mask tokens, which drafts in one pass.
+
+    use_heterogeneous_vocab: the draft has another tokenizer; it drafts what both know.
+    """
 
     method: Literal["draft_model"] = "draft_model"
     parallel_drafting: Flag = False
     use_heterogeneous_vocab: Flag = False
-
-    @model_validator(mode="after")
-    def _check_vocabulary(self) -> DraftModelConfig:
-        if self.use_heterogeneous_vocab and self.draft_sample_method != "greedy":
-            rule = f"is `{self.draft_sample_method}`, but use_heterogeneous_vocab takes greedy drafts only"
-            refuse("draft_sample_method", rule, 'set "draft_sample_method": "greedy", or drop it')
-        return self
 
 
 class EagleConfig(HeadConfig):

@@ -41,12 +41,10 @@ BUILT_POLICIES = frozenset({"fixed", "adaptive"})
 UNBUILT_OPTIONS = frozenset(  # refused unless they have their default; whoever builds an option removes its name
     {
         "parallel_drafting",
-        "use_heterogeneous_vocab",
         "enable_adaptive_verification",
         "index_share_for_mtp_iteration",
         "dspark_draft_topk",
         "xpress_topc",
-        "max_model_len",
     }
 )
 

@@ -10,15 +10,19 @@ keep that true, every step extends the draft's KV up to the target's, whether or
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from specdec.config.methods import MethodTraits
+from specdec.config.vocabulary_overlap import overlap_of
 from specdec.models.registry import TargetModel, load_model
 from specdec.proposers.base import AdmitInfo, BaseProposer, DraftBatch, DraftRail, MemoryNeed, Outcome, StepView
 from specdec.proposers.chain import extend_chains, wanted_drafts
 from specdec.proposers.draft_sampling import ChainDraws
+from specdec.proposers.draft_tokens import DraftTokens
+from specdec.proposers.draft_vocabulary import DraftVocabulary
 from specdec.proposers.paged import DraftExtent, PagedRows, Span, StepLengths, committed_ids, paged_rows, step_lengths
 
 if TYPE_CHECKING:
@@ -40,10 +44,9 @@ class DraftModelProposer(BaseProposer):
         self._resolved = resolved
         limits = (resolved.max_model_len, getattr(resolved.draft_hf_config, "max_position_embeddings", None), config.max_model_len)
         self.max_len = min(limit for limit in limits if limit is not None)
-        self.vocab_size = min(resolved.vocab_size, resolved.draft_hf_config.vocab_size)  # rows past it are padding
         self._draft_sample_method = config.draft_sample_method
-        is_smaller = self.vocab_size < resolved.vocab_size
-        self._id_map = torch.arange(self.vocab_size, device=resolved.device) if is_smaller else None
+        self.tokens = _tokens_of(resolved)
+        self.vocabulary = DraftVocabulary(self.tokens.id_map)
         self.model: TargetModel | None = self._load()
         self._extent = DraftExtent()
 
@@ -80,11 +83,13 @@ class DraftModelProposer(BaseProposer):
         )
         stops = [min(length.num_computed + (i in wanted), self.max_len) for i, length in enumerate(lengths)]
         spans = [Span(i, start, stop) for i, (start, stop) in enumerate(zip(starts, stops, strict=True)) if start < stop]
-        draws = ChainDraws(step.sampling, {i: lengths[i].num_computed for i in wanted}, method=self._draft_sample_method)
+        draws = ChainDraws(
+            self.vocabulary.sampling(step.sampling), {i: lengths[i].num_computed for i in wanted}, method=self._draft_sample_method
+        )
         self._catch_up(step, spans, draws)
         extend_chains(self.rail, step, draws, wanted=wanted, forward=self._forward)
         self._record(step, lengths, draws.tokens)
-        return draws.batch(len(lengths), source=self.traits.method, id_map=self._id_map)
+        return draws.batch(len(lengths), source=self.traits.method, id_map=self.tokens.id_map)
 
     def sleep(self) -> None:
         """Drop the weights."""
@@ -111,24 +116,41 @@ class DraftModelProposer(BaseProposer):
         return self.model
 
     def _forward(self, input_ids: torch.Tensor, rows: PagedRows) -> torch.Tensor:
-        """[N] -> logits [N, V'] of the ids that both models know."""
-        hidden, _ = self._model().forward(input_ids, rows.positions, self.rail.kv, rows.meta)
-        return self._model().compute_logits(hidden)[:, : self.vocab_size]
+        """Drafts [N] -> logits [N, V'] of the ids that both models know."""
+        hidden, _ = self._model().forward(self.tokens.fed_back(input_ids), rows.positions, self.rail.kv, rows.meta)
+        return self.tokens.known(self._model().compute_logits(hidden))
 
     def _catch_up(self, step: StepView, spans: list[Span], draws: ChainDraws) -> None:
         """Feed the committed tokens of `spans`; draw the first draft of each drafting request, whose span ends with its anchor."""
         if not spans:
             return
         rows = paged_rows(self.rail, step, spans)
-        hidden, _ = self._model().forward(committed_ids(step, rows), rows.positions, self.rail.kv, rows.meta)
+        hidden, _ = self._model().forward(self.tokens.committed(committed_ids(step, rows)), rows.positions, self.rail.kv, rows.meta)
         requests = [span.request for span in spans]
         chosen = [i for i, request in enumerate(requests) if request in draws.tokens]
         if chosen:
-            logits = self._model().compute_logits(hidden[rows.last[chosen]])[:, : self.vocab_size]
-            draws.draw([requests[i] for i in chosen], logits)
+            logits = self._model().compute_logits(hidden[rows.last[chosen]])
+            draws.draw([requests[i] for i in chosen], self.tokens.known(logits))
 
     def _record(self, step: StepView, lengths: list[StepLengths], drafts: dict[int, list[int]]) -> None:
         for request, (row, length) in enumerate(zip(step.rows.tolist(), lengths, strict=True)):
             chain = drafts.get(request)
             stop = min(length.num_computed + (chain is not None), self.max_len)
-            self._extent.record(row, stop, chain[:-1] if chain else ())
+            self._extent.record(row, stop, self.vocabulary.to_target([max(token, 0) for token in chain[:-1]]) if chain else ())
+
+
+def _tokens_of(resolved: ResolvedConfig) -> DraftTokens:
+    config: Any = resolved.engine.speculative
+    sizes = (resolved.draft_hf_config.get_text_config().vocab_size, resolved.vocab_size)
+    if not config.use_heterogeneous_vocab:
+        return DraftTokens.shared(*sizes, device=torch.device(resolved.device))
+    assert resolved.draft_model_path is not None
+    eos = resolved.draft_hf_config.get_text_config().eos_token_id
+    overlap = overlap_of(
+        Path(resolved.draft_model_path),
+        Path(resolved.tokenizer_path),
+        draft_eos=[eos] if isinstance(eos, int) else list(eos or ()),
+        target_eos=resolved.eos_token_ids,
+        sizes=sizes,
+    )
+    return DraftTokens.overlapping(overlap, sizes[1], device=torch.device(resolved.device))

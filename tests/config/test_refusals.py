@@ -63,7 +63,6 @@ ROWS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("mean elsewhere", NGRAM | {"synthetic_acceptance_length": 2}, ("synthetic_acceptance_length", "`synthetic`")),
     ("fly key elsewhere", NGRAM | {"fly_window_size": 2}, ("fly_window_size", "`fly`")),
     ("vocabulary map elsewhere", EAGLE | {"use_heterogeneous_vocab": True}, ("use_heterogeneous_vocab does not apply", "`draft_model`")),
-    ("vocabulary map + sampling", DRAFT | {"use_heterogeneous_vocab": True, "draft_sample_method": "probabilistic"}, ("greedy",)),
     (
         "vocabulary map + argmax",
         DRAFT | {"use_heterogeneous_vocab": True, "use_local_argmax_reduction": True},
