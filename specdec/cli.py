@@ -137,6 +137,18 @@ def serve(
         Literal["none", "summary", "detailed"],
         _opt("--per-request-spec-decode-metrics", group=SERVER, help="Speculation figures in each response."),
     ] = "none",
+    enable_auto_tool_choice: Annotated[
+        bool,
+        _opt(
+            "--enable-auto-tool-choice/--no-enable-auto-tool-choice", group=SERVER, help="Let the model decide to call a request's tools."
+        ),
+    ] = True,
+    tool_call_parser: Annotated[
+        str, _opt("--tool-call-parser", group=SERVER, help="auto (from the chat template), hermes, llama3_json, mistral.")
+    ] = "auto",
+    reasoning_parser: Annotated[
+        str | None, _opt("--reasoning-parser", group=SERVER, help="Tell <think> from content: qwen3 or deepseek_r1; none: all is content.")
+    ] = None,
     ui: Annotated[bool, _opt("--ui/--no-ui", group=SERVER, help="Serve the playground at /.")] = True,
     request_timeout: Annotated[
         float | None, _opt("--request-timeout", group=SERVER, help="Seconds that a body, and then an answer, may take; none: no limit.")
@@ -213,6 +225,9 @@ def serve(
             stall_after_s=stall_seconds,
             request_timeout_s=request_timeout,
             has_ui=ui,
+            tool_call_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
+            enable_auto_tool_choice=enable_auto_tool_choice,
         ),
     )
 

@@ -143,6 +143,16 @@ class Tokenizer:
             ) from error
         return text
 
+    @property
+    def chat_template(self) -> str:
+        """The model's chat template, all of them joined where it has several, "" where it has none."""
+        template = self.hf.chat_template
+        return "\n".join(map(str, template.values())) if isinstance(template, dict) else str(template or "")
+
+    def is_special(self, text: str) -> bool:
+        """True when `text` is one special token, which decoding leaves out unless told otherwise."""
+        return any(token.special and token.content == text for token in self.backend.get_added_tokens_decoder().values())
+
     def token_text(self, token_id: int) -> str:
         """Return one token as text; bytes that are no whole character print as U+FFFD."""
         return self.decode((token_id,), skip_special_tokens=False)

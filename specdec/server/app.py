@@ -21,7 +21,8 @@ from specdec.engine.tokenizer import Tokenizer
 from specdec.metrics.prometheus import Exporter, Identity
 from specdec.server import openai_errors
 from specdec.server.access import Access, HttpCounts
-from specdec.server.context import ServerContext
+from specdec.server.answers.formats import AnswerFormats, formats_for
+from specdec.server.context import ServerContext, fingerprint
 from specdec.server.guard import OPEN_PATHS, ApiKeys, BodyLimit, LastNet
 from specdec.server.logprobs import TokenTexts
 from specdec.server.options import Lifecycle, ServerOptions
@@ -45,6 +46,8 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer, resolved: ResolvedConf
         created_s=int(time.time()),
         token_texts=TokenTexts(tokenizer),
         watchdog=Watchdog(engine, stall_after_s=options.stall_after_s),
+        formats=_formats(tokenizer, resolved, options),
+        fingerprint=fingerprint(resolved),
     )
     app = FastAPI(title="specdec", version=__version__, redoc_url=None, docs_url=None, lifespan=_watching(ctx.watchdog))
     app.state.lifecycle = ctx.lifecycle
@@ -57,6 +60,16 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer, resolved: ResolvedConf
         app.include_router(playground_router(ctx, files))
     _add_layers(app, options, counts=counts, open_paths=OPEN_PATHS | files.keys())
     return app
+
+
+def _formats(tokenizer: Tokenizer, resolved: ResolvedConfig, options: ServerOptions) -> AnswerFormats:
+    return formats_for(
+        parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
+        may_choose=options.enable_auto_tool_choice,
+        template=tokenizer.chat_template,
+        model_type=str(getattr(resolved.hf_config, "model_type", "")),
+    )
 
 
 def _add_layers(app: FastAPI, options: ServerOptions, *, counts: HttpCounts, open_paths: Collection[str]) -> None:

@@ -6,17 +6,22 @@ Owns: the JSON of chat.completion. Must not know: queues or sockets. Read next: 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from specdec.engine.async_engine import OutputStream
 from specdec.engine.types import EngineOutput
 from specdec.server import admission
+from specdec.server.answers.message import Message, finish_reason, message_json, read_whole
+from specdec.server.answers.plan import plan_for
+from specdec.server.answers.reader import AnswerPlan
 from specdec.server.chunks import ChunkWriter, Ending
 from specdec.server.context import Job, ServerContext, chat_prompt, make_job, num_choices
+from specdec.server.deltas import Deltas
 from specdec.server.generation import Collected, collect, merged
 from specdec.server.logprobs import chat_logprobs, prompt_logprobs
 from specdec.server.protocol import ChatBody
-from specdec.server.sampling import chat_sampling, constraint_field
+from specdec.server.sampling import chat_sampling, constraint_field, structured_params
 from specdec.server.sse import encode
 from specdec.server.trace import draft_trace, wants_trace
 from specdec.server.usage import cached_tokens, response_metrics, usage
@@ -30,23 +35,38 @@ async def prepare(body: ChatBody, ctx: ServerContext, *, tenant: str) -> Job:
     Raises:
         RequestRejected: it cannot be served exactly as asked.
     """
-    prompt = await chat_prompt(body, ctx.tokenizer)
+    prompt = await chat_prompt(body, ctx)
+    plan = plan_for(
+        body.tool_use,
+        prompt.text or "",
+        formats=ctx.formats,
+        constraint=constraint_field(body) if structured_params(body) is not None else None,
+        shows_reasoning=body.include_reasoning is not False,
+    )
     sampling = chat_sampling(body, num_prompt_tokens=len(prompt.token_ids), max_model_len=ctx.resolved.max_model_len)
+    if any(ctx.tokenizer.is_special(marker) for marker in plan.markers):  # decoding must not leave out what calls are known by
+        sampling = replace(sampling, skip_special_tokens=False)
     admission.check(sampling, ctx.resolved, priority=body.priority or 0)
     sampling = await ctx.engine.with_grammar(sampling, field=constraint_field(body))
-    return make_job("chatcmpl", body, (prompt,), samplings=(sampling,), per_prompt=num_choices(body.n), ctx=ctx, tenant=tenant)
+    job = make_job("chatcmpl", body, (prompt,), samplings=(sampling,), per_prompt=num_choices(body.n), ctx=ctx, tenant=tenant)
+    return replace(job, plan=plan)
 
 
 async def answer(body: ChatBody, job: Job, streams: Sequence[OutputStream], *, ctx: ServerContext) -> dict[str, Any]:
     """Return the whole answer."""
     choices = await collect(streams)
+    messages = [read_whole(choice.text, job.plan) for choice in choices]
     members: dict[str, Any] = {
         "id": job.id,
         "object": "chat.completion",
         "created": job.created_s,
         "model": job.model,
-        "choices": [_choice(index, choice, body, ctx) for index, choice in enumerate(choices)],
-        "usage": _usage(job, sum(len(choice.token_ids) for choice in choices), choices),
+        "system_fingerprint": job.fingerprint,
+        "choices": [
+            _choice(index, choice, message, body=body, plan=job.plan, ctx=ctx)
+            for index, (choice, message) in enumerate(zip(choices, messages, strict=True))
+        ],
+        "usage": _usage(job, sum(len(choice.token_ids) for choice in choices), choices, messages=messages, ctx=ctx),
     }
     if body.return_token_ids:
         members["prompt_token_ids"] = list(job.prompts[0].token_ids)
@@ -62,9 +82,10 @@ async def stream(body: ChatBody, job: Job, streams: Sequence[OutputStream], *, c
     has_usage = options is not None and (options.include_usage or options.continuous_usage_stats)
     events = ChunkWriter(job, "chat.completion.chunk", has_usage=has_usage)
     choices = [Collected() for _ in streams]
+    deltas = Deltas(job.plan, len(streams))
     has_begun = [False] * len(streams)
     shows_tokens = bool(body.logprobs or body.return_token_ids or wants_trace(body))
-    is_plain = not shows_tokens and not has_usage
+    is_plain = job.plan.is_plain and not shows_tokens and not has_usage
     num_tokens = 0
     outputs = merged(streams)
     try:
@@ -78,34 +99,49 @@ async def stream(body: ChatBody, job: Job, streams: Sequence[OutputStream], *, c
                 if output.text:
                     yield events.chunk(index, '"delta":{"content":' + encode(output.text) + "}")
                 continue
-            if not (output.text or output.finish_reason or (output.token_ids and shows_tokens)):
+            delta = deltas.of(index, output)
+            if not (delta or output.finish_reason or (output.token_ids and shows_tokens)):
                 continue
             more = ""
             if options is not None and options.continuous_usage_stats:
-                more = ',"usage":' + encode(_usage(job, num_tokens, choices))
-            yield events.chunk(index, _delta(output), logprobs=_logprobs(body, output, ctx), ending=_ending(body, output, ctx), more=more)
+                more = ',"usage":' + encode(_usage(job, num_tokens, choices, messages=deltas.messages, ctx=ctx))
+            ending = _ending(body, output, ctx, reason=deltas.finish_reason(index, output))
+            yield events.chunk(index, '"delta":' + encode(delta), logprobs=_logprobs(body, output, ctx), ending=ending, more=more)
     finally:
         await outputs.aclose()
     if options is not None and options.include_usage:
         metrics = response_metrics(choices, job.level, max_nodes=ctx.max_nodes)
-        members: dict[str, object] = {"usage": _usage(job, num_tokens, choices)}
+        members: dict[str, object] = {"usage": _usage(job, num_tokens, choices, messages=deltas.messages, ctx=ctx)}
         yield events.closing(members if metrics is None else members | {"metrics": metrics})
 
 
-def _choice(index: int, choice: Collected, body: ChatBody, ctx: ServerContext) -> dict[str, Any]:
+def _choice(index: int, choice: Collected, message: Message, *, body: ChatBody, plan: AnswerPlan, ctx: ServerContext) -> dict[str, Any]:
     members: dict[str, Any] = {
         "index": index,
-        "message": {"role": "assistant", "content": choice.text, "refusal": None},
+        "message": message_json(message, plan),
         "logprobs": chat_logprobs(choice.logprobs, tokens=ctx.token_texts) if body.logprobs else None,
-        "finish_reason": choice.finish_reason,
+        "finish_reason": finish_reason(choice.finish_reason, plan, has_calls=bool(message.calls)),
         "stop_reason": choice.stop_reason,
     }
     return members | {"token_ids": choice.token_ids} if body.return_token_ids else members
 
 
-def _usage(job: Job, num_tokens: int, choices: Sequence[Collected]) -> dict[str, Any]:
-    cached = cached_tokens(choices, per_prompt=job.per_prompt)
-    return usage(num_prompt_tokens=job.num_prompt_tokens, num_completion_tokens=num_tokens, num_cached_tokens=cached, choices=choices)
+def _usage(job: Job, num_tokens: int, choices: Sequence[Collected], *, messages: Sequence[Message], ctx: ServerContext) -> dict[str, Any]:
+    figures = usage(
+        num_prompt_tokens=job.num_prompt_tokens,
+        num_completion_tokens=num_tokens,
+        num_cached_tokens=cached_tokens(choices, per_prompt=job.per_prompt),
+        choices=choices,
+    )
+    if not job.plan.reads_reasoning:
+        return figures
+    num_reasoning = min(sum(num_tokens_of(message.reasoning, ctx) for message in messages), num_tokens)
+    return figures | {"completion_tokens_details": {"reasoning_tokens": num_reasoning}}
+
+
+def num_tokens_of(text: str, ctx: ServerContext) -> int:
+    """Return how many tokens a part of an answer has, counted from its text: a step may hold tokens of two parts."""
+    return len(ctx.tokenizer.encode(text, add_special_tokens=False)) if text else 0
 
 
 def _opening(body: ChatBody, job: Job, output: EngineOutput, ctx: ServerContext) -> str:
@@ -118,16 +154,12 @@ def _opening(body: ChatBody, job: Job, output: EngineOutput, ctx: ServerContext)
     return "," + encode(members)[1:-1] if members else ""
 
 
-def _delta(output: EngineOutput) -> str:
-    return '"delta":{"content":' + encode(output.text) + "}" if output.text else '"delta":{}'
-
-
 def _logprobs(body: ChatBody, output: EngineOutput, ctx: ServerContext) -> str:
     return encode(chat_logprobs(output.logprobs or (), tokens=ctx.token_texts)) if body.logprobs else "null"
 
 
-def _ending(body: ChatBody, output: EngineOutput, ctx: ServerContext) -> Ending:
+def _ending(body: ChatBody, output: EngineOutput, ctx: ServerContext, *, reason: str | None) -> Ending:
     extra = ',"token_ids":' + encode(list(output.token_ids)) if body.return_token_ids else ""
     if wants_trace(body):
         extra += ',"specdec":' + encode(draft_trace(output, ctx.token_texts))
-    return Ending(encode(output.finish_reason), encode(output.stop_reason), extra)
+    return Ending(encode(reason), encode(output.stop_reason), extra)

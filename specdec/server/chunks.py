@@ -27,7 +27,8 @@ class ChunkWriter:
     """Writes the events of one stream."""
 
     def __init__(self, job: Job, kind: str, *, has_usage: bool) -> None:
-        self._head = f'data: {{"id":{encode(job.id)},"object":"{kind}","created":{job.created_s},"model":{encode(job.model)},"choices":['
+        named = f'"model":{encode(job.model)},"system_fingerprint":"{job.fingerprint}"'
+        self._head = f'data: {{"id":{encode(job.id)},"object":"{kind}","created":{job.created_s},{named},"choices":['
         self._heads = [f'{self._head}{{"index":{index},' for index in range(len(job.requests))]
         self._tail = ',"usage":null}\n\n' if has_usage else "}\n\n"
 

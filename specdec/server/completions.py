@@ -54,6 +54,7 @@ async def complete(body: CompletionBody, job: Job, streams: Sequence[OutputStrea
         "object": "text_completion",
         "created": job.created_s,
         "model": job.model,
+        "system_fingerprint": job.fingerprint,
         "choices": choices,
         "usage": usage(
             num_prompt_tokens=job.num_prompt_tokens,

@@ -10,17 +10,23 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
+from typing import Any
 
+from specdec import __version__
 from specdec.config.engine import ResolvedConfig
 from specdec.engine.async_engine import AsyncEngine
 from specdec.engine.tokenizer import Tokenizer
 from specdec.engine.types import EngineRequest
 from specdec.errors import RequestRejected
 from specdec.sampling_params import SamplingParams
+from specdec.server.answers.formats import AnswerFormats
+from specdec.server.answers.reader import PLAIN, AnswerPlan
+from specdec.server.answers.tools import told_in_messages
 from specdec.server.logprobs import TokenTexts
 from specdec.server.openai_errors import ModelNotFound
 from specdec.server.options import Lifecycle, ServerOptions, SpecMetricsLevel
-from specdec.server.protocol import ChatBody, CompletionBody, GenerationBody
+from specdec.server.protocol import ChatBody, ChatMessage, CompletionBody, GenerationBody
 from specdec.server.sampling import require_unicode
 from specdec.server.trace import wants_trace
 from specdec.server.watchdog import Watchdog
@@ -40,6 +46,8 @@ class ServerContext:
     created_s: int
     token_texts: TokenTexts
     watchdog: Watchdog
+    formats: AnswerFormats
+    fingerprint: str
 
     @property
     def max_nodes(self) -> int:
@@ -72,6 +80,8 @@ class Job:
     requests: tuple[EngineRequest, ...]
     per_prompt: int
     level: SpecMetricsLevel
+    fingerprint: str
+    plan: AnswerPlan = PLAIN
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -111,16 +121,37 @@ async def encode(text: str, tokenizer: Tokenizer, *, add_special_tokens: bool) -
     return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
 
-async def chat_prompt(body: ChatBody, tokenizer: Tokenizer) -> Prompt:
-    """Return a conversation in the model's own format."""
-    for message in body.messages:
-        require_unicode("messages", message.content or "")
-    text = tokenizer.render_chat(
-        [message.for_template() for message in body.messages],
+async def chat_prompt(body: ChatBody, ctx: ServerContext) -> Prompt:
+    """Return a conversation in the model's own format, its tools included."""
+    text = rendered(
+        body.messages,
+        ctx,
+        tools=body.tool_use.for_template(),
         add_generation_prompt=body.add_generation_prompt is not False,
         template_kwargs=body.chat_template_kwargs,
     )
-    return Prompt(await encode(text, tokenizer, add_special_tokens=bool(body.add_special_tokens)), text)
+    return Prompt(await encode(text, ctx.tokenizer, add_special_tokens=bool(body.add_special_tokens)), text)
+
+
+def rendered(
+    messages: Sequence[ChatMessage],
+    ctx: ServerContext,
+    *,
+    tools: Sequence[dict[str, Any]],
+    add_generation_prompt: bool,
+    template_kwargs: dict[str, Any] | None,
+) -> str:
+    """Return the prompt text. A template that knows no tools gets them, calls and their results as text.
+
+    Raises:
+        RequestRejected: a text is no Unicode, or the template refuses the messages.
+    """
+    for message in messages:
+        require_unicode("messages", message.content or "")
+    told = [message.for_template() for message in messages]
+    if not ctx.formats.template_has_tools and (tools or any("tool_calls" in message or message["role"] == "tool" for message in told)):
+        told, tools = told_in_messages(told, tools), ()
+    return ctx.tokenizer.render_chat(told, tools=tools, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs)
 
 
 def make_job(
@@ -158,6 +189,7 @@ def make_job(
         requests=tuple(requests),
         per_prompt=per_prompt,
         level=level,
+        fingerprint=ctx.fingerprint,
     )
 
 
@@ -178,3 +210,9 @@ def _with_seed(sampling: SamplingParams, offset: int) -> SamplingParams:
         return sampling
     seed = sampling.seed + offset
     return replace(sampling, seed=seed if seed < 2**64 else seed - 2**64)
+
+
+def fingerprint(resolved: ResolvedConfig) -> str:
+    """Return OpenAI's system_fingerprint: equal for servers that give a seeded request the same answer."""
+    what = (__version__, resolved.engine, resolved.dtype, resolved.device, resolved.max_model_len)
+    return f"fp_{sha256(repr(what).encode(errors='replace')).hexdigest()[:10]}"

@@ -42,12 +42,12 @@ NO_OPS = frozenset(
     }
 )
 
-NO_TOOLS = "tool calls are not served here yet; put the tools' description into a message and parse the answer yourself"
+NO_TOOLS = "tools go with /v1/chat/completions and /v1/responses"
 NOT_SERVED: Mapping[str, NotServed] = {
     "tools": NotServed(NO_TOOLS, ([],)),
     "tool_choice": NotServed(NO_TOOLS, ("none", "auto")),
-    "functions": NotServed(NO_TOOLS, ([],)),
-    "function_call": NotServed(NO_TOOLS, ("none", "auto")),
+    "functions": NotServed("OpenAI replaced it by tools; send those", ([],)),
+    "function_call": NotServed("OpenAI replaced it by tool_choice; send that", ("none", "auto")),
     "suffix": NotServed("fill-in-the-middle prompts are not built; write the model's own markers into prompt", ("",)),
     "prompt_embeds": NotServed("embeddings as prompt are not served; send text or token ids"),
     "use_beam_search": NotServed("beam search is not served; use best_of", (False,)),
@@ -58,7 +58,7 @@ NOT_SERVED: Mapping[str, NotServed] = {
     "prediction": NotServed("predicted outputs are not served; the n-gram and suffix methods draft from the prompt itself"),
     "web_search_options": NotServed("this server has no web search"),
     "reasoning_effort": NotServed("pass what the model's template reads in chat_template_kwargs"),
-    "include_reasoning": NotServed("reasoning is part of content here", (True,)),
+    "include_reasoning": NotServed("it goes with /v1/chat/completions", (True,)),
     "thinking_token_budget": NotServed("reasoning is not counted apart; use max_tokens"),
     "continue_final_message": NotServed("send the rendered conversation to /v1/completions instead", (False,)),
     "documents": NotServed("put documents into a message", ([],)),

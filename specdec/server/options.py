@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from specdec.errors import ConfigError
+from specdec.server.answers.formats import check_names
 
 SpecMetricsLevel = Literal["none", "summary", "detailed"]
 
@@ -22,6 +23,8 @@ class ServerOptions:
     per_request_spec_decode_metrics: the level when a request does not name one.
     stall_after_s: /health turns red when there is work and no step ended for so long.
     request_timeout_s: a body must be in, and an answer out, within so long each; None: no limit. has_ui: serve the page at /.
+    tool_call_parser, reasoning_parser: how the model writes calls ("auto": look at its chat template) and reasoning (None: it
+    does not). enable_auto_tool_choice: the model may decide to call a tool.
 
     Raises:
         ConfigError: a value is outside its range.
@@ -35,6 +38,9 @@ class ServerOptions:
     stall_after_s: float = 60.0
     request_timeout_s: float | None = None
     has_ui: bool = True
+    tool_call_parser: str = "auto"
+    reasoning_parser: str | None = None
+    enable_auto_tool_choice: bool = True
 
     def __post_init__(self) -> None:
         if self.max_body_bytes < 1024:
@@ -48,6 +54,7 @@ class ServerOptions:
         if self.per_request_spec_decode_metrics not in ("none", "summary", "detailed"):
             level = self.per_request_spec_decode_metrics
             raise ConfigError(f"per_request_spec_decode_metrics is {level!r}, but it must be 'none', 'summary' or 'detailed'")
+        check_names(self.tool_call_parser, self.reasoning_parser)
         if not all(self.api_keys):
             raise ConfigError("api_keys holds an empty key", hint="give each --api-key a value, or drop the flag to serve without keys")
 

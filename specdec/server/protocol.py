@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from specdec.errors import RequestRejected
 from specdec.server.fields import NO_OPS, NOT_SERVED, Body, NotServed
 from specdec.server.options import SpecMetricsLevel
+from specdec.server.tool_bodies import MessageCall, ToolFields
 
 DEFAULT_COMPLETION_TOKENS = 16  # what OpenAI documents for /v1/completions; null asks for the whole context
 
@@ -188,7 +189,7 @@ class ChatMessage(Body):
     content: str | None = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[MessageCall] | None = None
     reasoning_content: str | None = None
 
     @field_validator("content", mode="before")
@@ -206,11 +207,13 @@ class ChatMessage(Body):
 
     def for_template(self) -> dict[str, Any]:
         """Return what chat templates read: content is always text, and the newer name of the system role the old one."""
-        fields = {key: value for key, value in self.model_dump(exclude_unset=True).items() if value is not None}
+        fields = {key: value for key, value in self.model_dump(exclude_unset=True, exclude={"tool_calls"}).items() if value is not None}
+        if self.tool_calls:
+            fields["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return fields | {"content": self.content or ""} | {"role": "system" if self.role == "developer" else self.role}
 
 
-class ChatBody(GenerationBody):
+class ChatBody(ToolFields, GenerationBody):
     """POST /v1/chat/completions."""
 
     messages: list[ChatMessage] = Field(min_length=1)
@@ -220,6 +223,7 @@ class ChatBody(GenerationBody):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None
 
     @property
     def length_limit(self) -> tuple[str, int] | None:
@@ -241,8 +245,8 @@ class ChatBody(GenerationBody):
         return self
 
 
-class TokenizeBody(Body):
-    """POST /tokenize: of a prompt or of a conversation."""
+class TokenizeBody(ToolFields):
+    """POST /tokenize: of a prompt or of a conversation, with the tools that a request to /v1/chat/completions would have."""
 
     model: str | None = None
     prompt: str | None = None

@@ -17,10 +17,9 @@ from specdec.metrics.prometheus import Exporter
 from specdec.server import chat, completions
 from specdec.server.access import CLIENT_CLOSED
 from specdec.server.admission import draft_sources
-from specdec.server.context import ServerContext, encode
+from specdec.server.context import ServerContext, encode, rendered
 from specdec.server.generation import start
 from specdec.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from specdec.server.sampling import require_unicode
 from specdec.server.sse import ClientGone, EventStream, until_client_leaves
 
 
@@ -134,12 +133,14 @@ async def _whole(work: Any, request: Request, ctx: ServerContext) -> Response:
 async def _token_ids(body: TokenizeBody, ctx: ServerContext) -> tuple[int, ...]:
     if body.prompt is not None:
         return await encode(body.prompt, ctx.tokenizer, add_special_tokens=body.add_special_tokens)
-    messages = [message.for_template() for message in body.messages or ()]
-    for message in body.messages or ():
-        require_unicode("messages", message.content or "")
-    return ctx.tokenizer.apply_chat_template(
-        messages, add_generation_prompt=body.add_generation_prompt, template_kwargs=body.chat_template_kwargs
+    text = rendered(
+        body.messages or (),
+        ctx,
+        tools=body.tool_use.for_template(),
+        add_generation_prompt=body.add_generation_prompt,
+        template_kwargs=body.chat_template_kwargs,
     )
+    return await encode(text, ctx.tokenizer, add_special_tokens=False)
 
 
 def _tenant(request: Request) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from specdec.errors import RequestRejected
 from specdec.sampling_params import SamplingParams, SpeculationParams, StructuredOutputParams
+from specdec.server.answers.tools import NO_TOOLS, forced_schema
 from specdec.server.openai_errors import ContextLengthExceeded
 from specdec.server.protocol import ChatBody, CompletionBody, GenerationBody
 
@@ -189,7 +190,9 @@ def _constraints(body: GenerationBody) -> list[tuple[str, StructuredOutputParams
     schema = body.response_format.json_schema if body.response_format else None
     is_json = body.response_format is not None and body.response_format.type == "json_object"
     nested = body.structured_outputs
+    use = body.tool_use if isinstance(body, ChatBody) else NO_TOOLS
     candidates = [
+        ("tools", StructuredOutputParams(json_schema=forced_schema(use)) if use.mode == "forced" else None),
         ("response_format", _json_schema(schema.schema_) if schema else StructuredOutputParams(json_object=True) if is_json else None),
         ("guided_json", _json_schema(body.guided_json)),
         ("guided_regex", _regex(body.guided_regex)),

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import openai
+from fastapi import FastAPI
 
 from specdec.engine.async_engine import AsyncEngine
 from specdec.engine.core import EngineCore
@@ -89,21 +90,35 @@ def serving(
     is_open: bool = True,
     drain_s: float = 1.0,
     target: Target | None = None,
+    tokenizer: Tokenizer | None = None,
     **toy: Any,
 ) -> Iterator[Served]:
     """Run a server until the block ends. Further arguments go to toy_resolved; is_open False holds the first step back."""
     toy = {"num_drafts": 3, "max_model_len": 256, "num_blocks": 2048, "max_num_seqs": 16, "max_num_batched_tokens": 256} | toy
-    resolved = toy_resolved(eos_token_ids=(TOY_EOS,), **toy)
+    resolved = toy_resolved(**{"eos_token_ids": (TOY_EOS,)} | toy)
     target = target or hash_target(eos_token_id=TOY_EOS, eos_rate=0.02)
-    runner = PacedRunner.for_config(resolved, drafter=coin(0.6), target=target)
+    runner = PacedRunner.for_config(resolved, drafter=coin(0.6, vocab_size=resolved.vocab_size), target=target)
     assert isinstance(runner, PacedRunner)
     runner.delay_s = delay_s
     runner.gate = threading.Event()
     if is_open:
         runner.gate.set()
-    tokenizer = served_tokenizer()
+    tokenizer = tokenizer or served_tokenizer()
     engine = AsyncEngine(EngineCore(resolved, runner, tokenizer=tokenizer))
-    server = make_server(create_app(engine, tokenizer, resolved, options=options), drain_s=drain_s)
+    try:
+        with hosting(create_app(engine, tokenizer, resolved, options=options), drain_s=drain_s) as (url, server, http):
+            try:
+                yield Served(url, engine, runner, tokenizer, server, http)
+            finally:
+                runner.gate.set()  # before the server is asked to stop: running requests must be able to end
+    finally:
+        engine.close()
+
+
+@contextmanager
+def hosting(app: FastAPI, *, drain_s: float = 1.0) -> Iterator[tuple[str, DrainingServer, httpx.Client]]:
+    """Serve an application on a free port until the block ends."""
+    server = make_server(app, drain_s=drain_s)
     sock = bind("127.0.0.1", 0)
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])))
@@ -111,12 +126,10 @@ def serving(
     try:
         with httpx.Client(timeout=60) as http:
             _wait_ready(http, url)
-            yield Served(url, engine, runner, tokenizer, server, http)
+            yield url, server, http
     finally:
-        runner.gate.set()
         server.should_exit = True
         thread.join(20)
-        engine.close()
         assert not thread.is_alive(), "the server did not stop"
 
 

@@ -119,7 +119,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"logprobs": 2}, "logprobs", "boolean"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "send one of them"),
     ({"max_completion_tokens": 1000}, "max_completion_tokens", "maximum context length"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "not served"),
+    ({"functions": [{"name": "f"}]}, "functions", "not served"),
     ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "its own field"),
     ({"echo": True}, "echo", "unknown field"),
     ({"messages": [{"role": "user", "content": "x" * 300}]}, "messages", "maximum context length"),
