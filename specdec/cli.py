@@ -108,6 +108,10 @@ def serve(
     spec_method: Annotated[str | None, _opt("--spec-method", group=SPECULATION, help="Short for the key method.")] = None,
     spec_model: Annotated[str | None, _opt("--spec-model", group=SPECULATION, help="Short for the key model.")] = None,
     spec_tokens: Annotated[int | None, _opt("--spec-tokens", group=SPECULATION, help="Short for the key num_speculative_tokens.")] = None,
+    suffix_corpus: Annotated[
+        list[str] | None,
+        _opt("--suffix-corpus", group=SPECULATION, help="Text or .jsonl file that suffix drafting learns at start; may be repeated."),
+    ] = None,
     suffix_share_responses: Annotated[
         bool,
         _opt(
@@ -178,6 +182,7 @@ def serve(
     engine = EngineConfig(
         device=device,
         suffix_share_responses=suffix_share_responses,
+        suffix_corpora=tuple(suffix_corpus or ()),
         model=ModelConfig(
             model=model or model_option or EMBEDDED_MODEL,
             tokenizer=tokenizer,

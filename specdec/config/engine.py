@@ -81,6 +81,7 @@ class SchedulerConfig:
 class EngineConfig:
     """The whole engine as asked for. `speculative` None means plain decoding.
 
+    suffix_corpora: files of texts that suffix drafting learns at start, for everybody, beside the config's suffix_corpus.
     suffix_share_responses: let suffix drafting learn across tenants, so that timing may tell of another's text.
     """
 
@@ -90,6 +91,7 @@ class EngineConfig:
     speculative: SpeculativeConfig | None = None
     device: Device = "auto"
     suffix_share_responses: bool = False
+    suffix_corpora: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _one_of("device", self.device, get_args(Device))

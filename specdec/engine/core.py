@@ -161,6 +161,11 @@ class EngineCore:
         """Requests in the waiting queue."""
         return self._scheduler.num_waiting
 
+    @property
+    def corpora(self) -> Any:
+        """Texts to draft from that clients may add and remove, from any thread; None where no source reads such texts."""
+        return getattr(self._runner, "corpora", None)
+
     def describe_requests(self) -> dict[str, dict[str, Any]]:
         """State of every live request, for a watchdog: it may be read while a step hangs."""
         now_s = self._clock()

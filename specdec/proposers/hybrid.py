@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -56,6 +56,11 @@ class HybridProposer(BaseProposer):
             )
         self.book = AcceptanceBook(len(self.sources))
         self._drafted_by: dict[int, int] = {}  # row -> source of the drafts that wait
+
+    @property
+    def corpora(self) -> Any:
+        """The shelf of the source that has one, else None."""
+        return next((source.corpora for source in self.sources if hasattr(source, "corpora")), None)
 
     def memory(self) -> MemoryNeed:
         """The needs of all sources together."""

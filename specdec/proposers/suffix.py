@@ -20,6 +20,7 @@ from specdec.config.methods import MethodTraits
 from specdec.errors import ConfigError
 from specdec.logging import get_logger
 from specdec.proposers.base import AdmitInfo, BaseProposer, DraftBatch, MemoryNeed, Outcome, StepView
+from specdec.proposers.corpora import CorpusShelf
 from specdec.proposers.ngram import host_batch
 from specdec.proposers.suffix_cache import ResponseCache
 from specdec.proposers.suffix_tree import NODE_BYTES, Continuation, SuffixTree
@@ -74,13 +75,15 @@ class SuffixProposer(BaseProposer):
         self._max_cache_bytes = most
         self._texts: dict[int, _Text] = {}
         _compile()
-        self.corpus = _read_corpus(config.suffix_corpus, resolved.tokenizer_path, self.depth) if config.suffix_corpus else None
+        self.corpora = CorpusShelf(self.depth)
+        paths = [*([config.suffix_corpus] if config.suffix_corpus else []), *resolved.engine.suffix_corpora]
+        self.corpus = _read_corpus(paths, resolved.tokenizer_path, self.depth) if paths else None
 
     @property
     def num_bytes(self) -> int:
-        """Host memory held now: past responses, live requests, and the corpus."""
+        """Host memory held now: past responses, live requests, and corpora."""
         live = sum(text.tree.allocated_bytes for text in self._texts.values())
-        return self.cache.allocated_bytes + live + (self.corpus.allocated_bytes if self.corpus else 0)
+        return self.cache.allocated_bytes + live + self.corpora.num_bytes + (self.corpus.allocated_bytes if self.corpus else 0)
 
     def memory(self) -> MemoryNeed:
         """On a CPU the trees take from the same memory as the KV cache."""
@@ -118,10 +121,10 @@ class SuffixProposer(BaseProposer):
         return replace(batch, confidence=_confidence(found, batch.token_ids))
 
     def _search(self, text: _Text, limit: int) -> Continuation:
-        """The best of the request's own text, past responses and corpus; the nearer one wins ties."""
+        """The best of the request's own text, past responses and corpora; the nearer one wins ties."""
         options: dict[str, Any] = {"limit": limit, "factor": self.factor, "min_chance": self.min_chance}
         best = text.tree.continue_text(text.recent, **options)
-        others = [self.cache.continue_text(text.tenant, text.recent, **options)]
+        others = [shelf.continue_text(text.tenant, text.recent, **options) for shelf in (self.cache, self.corpora)]
         if self.corpus is not None:
             others.append(self.corpus.continue_text(text.recent, **options))
         for other in others:
@@ -148,9 +151,9 @@ def _compile() -> None:
     tree.remove_oldest()
 
 
-def _read_corpus(path: str, tokenizer_path: str, depth: int) -> SuffixTree:
-    """Learn a file: a .jsonl file holds one text a line, as a string or an object with `text`; any other file is one text."""
-    texts = _texts_of(Path(path).expanduser())
+def _read_corpus(paths: Sequence[str], tokenizer_path: str, depth: int) -> SuffixTree:
+    """Learn files: a .jsonl file holds one text a line, as a string or an object with `text`; any other file is one text."""
+    texts = [text for path in paths for text in _texts_of(Path(path).expanduser())]
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
@@ -163,7 +166,7 @@ def _read_corpus(path: str, tokenizer_path: str, depth: int) -> SuffixTree:
 
 
 def _texts_of(path: Path) -> list[str]:
-    name = "speculative_config.suffix_corpus"
+    name = "suffix_corpus"
     try:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

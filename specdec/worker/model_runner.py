@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -39,6 +40,11 @@ class ModelRunner:
         self.block_size = block_size
         self.num_blocks = kv[0][0].shape[0]
         self._taps: tuple[Tap, ...] = proposer.traits.taps if proposer else ()
+
+    @property
+    def corpora(self) -> Any:
+        """The proposer's shelf of texts to draft from, where it has one."""
+        return getattr(self.proposer, "corpora", None)
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:

@@ -13,9 +13,10 @@ from specdec.config.engine import ResolvedConfig
 from specdec.config.method_configs import SuffixConfig
 from specdec.config.methods import traits_for
 from specdec.errors import ConfigError
-from specdec.proposers.base import Outcome, build_proposer
+from specdec.proposers.base import AdmitInfo, Outcome, build_proposer
 from specdec.proposers.suffix import SuffixProposer
 from specdec.proposers.suffix_cache import ResponseCache
+from specdec.sampling_params import SamplingParams
 from tests.engine.tokenizers_for_tests import toy_tokenizer
 from tests.proposers import naive_suffix
 from tests.proposers.scenarios import SCENARIOS, Scenario, check_lossless
@@ -176,3 +177,22 @@ def test_a_bad_corpus_is_refused_by_name(target_path: Path, tmp_path: Path, name
         path.write_text(content)
     with pytest.raises(ConfigError, match=f"suffix_corpus.*{words}"):
         SuffixProposer(suffix_resolved(target_path, suffix_corpus=str(path)))
+
+
+def test_a_tenants_corpus_drafts_for_that_tenant_only(target_path: Path) -> None:
+    proposer = SuffixProposer(suffix_resolved(target_path, num_speculative_tokens=6))
+    empty = proposer.num_bytes
+    info = proposer.corpora.add("key", "numbers", [[11, 12, 13, 14, 15], [21, 22]])
+    assert (info.num_texts, info.num_tokens) == (2, 7)
+    assert proposer.num_bytes == empty + info.num_bytes
+    options = {"limit": 3, "factor": 1.0, "min_chance": 0.1}
+    assert proposer.corpora.continue_text("key", [11, 12, 13], **options).token_ids == (14, 15)
+    assert not proposer.corpora.continue_text("other", [11, 12, 13], **options).token_ids
+    for tenant, expected in (("key", [13, 14]), ("other", [])):
+        proposer.admit([0], [AdmitInfo(request_id="r", prompt_token_ids=(3, 11, 12), tenant=tenant, sampling=SamplingParams())])
+        found = proposer._search(proposer._texts[0], 3)
+        assert list(found.token_ids)[: len(expected)] == expected
+        assert bool(found.token_ids) == bool(expected)
+    assert proposer.corpora.remove("key", "numbers")
+    assert not proposer.corpora.remove("key", "numbers")
+    assert proposer.num_bytes == empty + sum(text.tree.allocated_bytes for text in proposer._texts.values())
