@@ -23,6 +23,7 @@ from specdec.server import openai_errors
 from specdec.server.access import Access, HttpCounts
 from specdec.server.answers.formats import AnswerFormats, formats_for
 from specdec.server.context import ServerContext, fingerprint
+from specdec.server.corpora import corpora_router
 from specdec.server.guard import OPEN_PATHS, ApiKeys, BodyLimit, LastNet
 from specdec.server.logprobs import TokenTexts
 from specdec.server.options import Lifecycle, ServerOptions
@@ -53,7 +54,7 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer, resolved: ResolvedConf
     app.state.lifecycle = ctx.lifecycle
     openai_errors.install(app)
     counts = HttpCounts(resolved.served_model_name)
-    for router in (openai_router(ctx), token_router(ctx), probe_router(ctx, _exporter(ctx, counts))):
+    for router in (openai_router(ctx), token_router(ctx), corpora_router(ctx), probe_router(ctx, _exporter(ctx, counts))):
         app.include_router(router)
     files = assets() if options.has_ui else {}
     if files:
