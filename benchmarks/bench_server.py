@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.arms import Arm, machine, parse_arm, spawned
-from benchmarks.figures import print_table, write_readme
+from benchmarks.figures import lower_bound, print_table, write_readme
 from specdec.errors import ConfigError, SpecdecError
 from specdec.tools.loadgen import Client, Load, Summary, measure, middle
 from specdec.tools.prompts import WORKLOADS, prompts_for, warmup_prompts
@@ -132,7 +132,13 @@ def _cell_record(cell: Cell, *, baseline: str) -> dict[str, Any]:
         "num_tokens": tokens,
         "num_errors": {label: sum(run.num_errors for run in runs) for label, runs in cell.runs.items()},
         "ratio": ratios,
+        "ratio_at_least": {label: _rounded_bound(values) for label, values in ratios.items()},
     }
+
+
+def _rounded_bound(ratios: list[float]) -> float | None:
+    bound = lower_bound(ratios)
+    return None if bound is None else round(bound, 3)
 
 
 def _rounded(values: tuple[float, float, float] | None) -> list[float] | None:

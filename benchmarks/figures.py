@@ -6,8 +6,9 @@ Owns: presentation. Must not know: how anything was measured.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import Any
 
 from rich.console import Console
@@ -49,10 +50,24 @@ def _value(figure: list[float] | None, digits: int, *, spread: bool) -> str:
 
 
 def _ratio(ratios: list[float] | None) -> str:
-    """Return median, lowest and highest of the ratios of the repeats."""
+    """Return median, lowest and highest of the ratios of the repeats, and what the ratio is at least."""
     if not ratios:
         return ""
-    return f"{median(ratios):.2f} \\[{min(ratios):.2f} to {max(ratios):.2f}]"
+    bound = lower_bound(ratios)
+    known = "" if bound is None else f", at least {bound:.2f}"
+    return f"{median(ratios):.2f} \\[{min(ratios):.2f} to {max(ratios):.2f}{known}]"
+
+
+def lower_bound(ratios: list[float]) -> float | None:
+    """Lower end of the two-sided 95% interval of the geometric mean ratio (Student's t over pairs); None below 5 pairs."""
+    if len(ratios) < 5:
+        return None
+    logs = [math.log(ratio) for ratio in ratios]
+    quantile = _T975[min(len(logs) - 1, len(_T975) + 3) - 4]
+    return math.exp(fmean(logs) - quantile * stdev(logs) / math.sqrt(len(logs)))
+
+
+_T975 = (2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093)  # from 4 degrees
 
 
 def markdown(line: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.arms import parse_arm
 from benchmarks.bench_server import main, parse_args, plan
-from benchmarks.figures import BEGIN, END, markdown, write_readme
+from benchmarks.figures import BEGIN, END, lower_bound, markdown, write_readme
 from specdec.errors import ConfigError
 from specdec.tools.prompts import warmup_prompts
 from tests.bench.fake_server import TOKENS_PER_ANSWER, fake_server
@@ -137,3 +137,13 @@ def test_errors_of_the_program_are_two_lines() -> None:
     assert done.returncode == 1
     assert done.stderr.splitlines()[0].startswith("error: no model is served at http://127.0.0.1:9")
     assert "Traceback" not in done.stderr
+
+
+def test_the_lower_bound_is_students() -> None:
+    """Seven pairs: exp(mean - 2.447 s / sqrt(7)) of the logs, 2.447 being the quantile of Student's t with 6 degrees of freedom."""
+    ratios = [0.95, 1.02, 1.08, 0.99, 1.03, 0.97, 1.04]
+    bound = lower_bound(ratios)
+    assert bound is not None
+    assert abs(bound - 0.9703) < 5e-4
+    assert lower_bound(ratios[:4]) is None
+    assert lower_bound([1.0] * 30) == 1.0
