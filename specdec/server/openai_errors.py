@@ -32,6 +32,10 @@ class ModelNotFound(SpecdecError):
     """The body names a model that is not served here: HTTP 404."""
 
 
+class ResponseNotStored(SpecdecError):
+    """The client asks for a response that it got earlier: HTTP 404."""
+
+
 class ServerDraining(SpecdecError):
     """The server is shutting down and ended this request: HTTP 503."""
 
@@ -78,6 +82,8 @@ def reply_for(error: Exception) -> ErrorReply:
             return ErrorReply(400, _text(error), INVALID, error.param)
         case ModelNotFound():
             return ErrorReply(404, _text(error), INVALID, "model", "model_not_found")
+        case ResponseNotStored():
+            return ErrorReply(404, _text(error), INVALID, "response_id", "response_not_found")
         case QueueFull():
             return ErrorReply(429, _text(error), "rate_limit_error", None, "queue_full", {"Retry-After": str(error.retry_after_s)})
         case EngineDeadError():

@@ -19,12 +19,15 @@ from specdec.server.access import CLIENT_CLOSED
 from specdec.server.admission import draft_sources
 from specdec.server.context import ServerContext, encode, rendered
 from specdec.server.generation import start
+from specdec.server.openai_errors import ResponseNotStored
 from specdec.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from specdec.server.sse import ClientGone, EventStream, until_client_leaves
+from specdec.server.responses import answer as responses
+from specdec.server.responses.body import ResponsesBody
+from specdec.server.sse import DONE, ClientGone, EventStream, until_client_leaves
 
 
 def openai_router(ctx: ServerContext) -> APIRouter:
-    """Return /v1/completions, /v1/chat/completions and /v1/models."""
+    """Return /v1/completions, /v1/chat/completions, /v1/responses and /v1/models."""
     router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
     @router.post("/completions", response_model=None)
@@ -46,6 +49,22 @@ def openai_router(ctx: ServerContext) -> APIRouter:
         if body.stream:
             return _events(chat.stream(body, job, streams, ctx=ctx), ctx)
         return await _whole(chat.answer(body, job, streams, ctx=ctx), request, ctx)
+
+    @router.post("/responses", response_model=None)
+    async def respond(body: ResponsesBody, request: Request) -> Response:
+        """Answer input items with output items. Nothing is stored."""
+        ctx.require_model(body.model)
+        job = await responses.prepare(body, ctx, tenant=_tenant(request))
+        streams = start(ctx.engine, job.requests)
+        if body.stream:
+            return _events(responses.stream(body, job, streams, ctx=ctx), ctx, done=b"")
+        return await _whole(responses.answer(body, job, streams, ctx=ctx), request, ctx)
+
+    @router.get("/responses/{response_id}")
+    @router.delete("/responses/{response_id}")
+    async def find_response(response_id: str) -> None:
+        """Always 404: nothing is stored."""
+        raise ResponseNotStored(f"response {response_id[:64]!r} is not here: responses are not stored", hint="keep what you were sent")
 
     @router.get("/models")
     async def list_models() -> dict[str, Any]:
@@ -118,8 +137,8 @@ def probe_router(ctx: ServerContext, exporter: Exporter) -> APIRouter:
     return router
 
 
-def _events(events: AsyncGenerator[bytes, None], ctx: ServerContext) -> EventStream:
-    return EventStream(events, lifecycle=ctx.lifecycle, timeout_s=ctx.options.request_timeout_s)
+def _events(events: AsyncGenerator[bytes, None], ctx: ServerContext, *, done: bytes = DONE) -> EventStream:
+    return EventStream(events, lifecycle=ctx.lifecycle, timeout_s=ctx.options.request_timeout_s, done=done)
 
 
 async def _whole(work: Any, request: Request, ctx: ServerContext) -> Response:

@@ -43,14 +43,17 @@ class EventStream(StreamingResponse):
     """Streams events until the source ends, the client leaves, or a limit passes: of the drain, or of one request (`timeout_s`).
 
     The status line waits for the first event, so an error before it is an ordinary error response.
-    However it ends, `events` is closed, which aborts the requests behind it.
+    However it ends, `events` is closed, which aborts the requests behind it. done: what follows the last event.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], *, lifecycle: Lifecycle, timeout_s: float | None = None) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], *, lifecycle: Lifecycle, timeout_s: float | None = None, done: bytes = DONE
+    ) -> None:
         super().__init__(events, media_type="text/event-stream", headers=HEADERS)
         self._events = events
         self._lifecycle = lifecycle
         self._timeout_s = timeout_s
+        self._done = done
         self._has_started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
@@ -62,7 +65,7 @@ class EventStream(StreamingResponse):
         except Exception as error:
             if not self._has_started:
                 raise
-            await send({"type": "http.response.body", "body": reply_for(error).event() + DONE, "more_body": False})
+            await send({"type": "http.response.body", "body": reply_for(error).event() + self._done, "more_body": False})
 
     async def _send_all(self, send: Send) -> None:
         try:
@@ -71,7 +74,7 @@ class EventStream(StreamingResponse):
                     self._has_started = True
                     await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 await send({"type": "http.response.body", "body": data, "more_body": True})
-            await send({"type": "http.response.body", "body": DONE, "more_body": False})
+            await send({"type": "http.response.body", "body": self._done, "more_body": False})
         finally:
             await self._events.aclose()
 

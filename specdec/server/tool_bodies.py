@@ -31,12 +31,25 @@ class FunctionTool(Body):
     strict: bool | None = None
 
 
-class Tool(Body):
-    """One tool. Only functions are served."""
+class TypedTool(Body):
+    """Anything in `tools`: refused by its type before its members are looked at, which differ from type to type."""
 
     part_of: ClassVar[str] = "tools."
 
     type: Literal["function"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def name_the_type(cls, value: Any) -> Any:
+        """Only functions are served."""
+        if isinstance(value, dict) and value.get("type") != "function":
+            raise RequestRejected(f"tools.type is {repr(value.get('type'))[:40]}, but only 'function' is served", param="tools")
+        return value
+
+
+class Tool(TypedTool):
+    """One function."""
+
     function: FunctionTool
 
 

@@ -231,7 +231,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice", "must be 'none', 'auto', 'required'"),
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "must be 'none', 'auto', 'required'"),
     ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "'weather' twice"),
-    ({"tools": [{"type": "web_search"}]}, "tools.0.type", "must be 'function'"),
+    ({"tools": [{"type": "custom", "custom": {}}]}, "tools", "tools.type is 'custom', but only 'function' is served"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "pattern"),
     ({"tools": [{"type": "function", "function": {"name": "a", "params": {}}}]}, "tools.function.params", "unknown field"),
     ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "tool_choice", "response_format holds the whole answer"),
