@@ -266,6 +266,8 @@ class EngineCore:
             draft_length=policy.draft_length,
             num_draft_length_changes=policy.num_switches,
             draft_bank_s=policy.bank_s,
+            drafter_bytes=getattr(self._runner, "drafter_bytes", 0),
+            drafter_faults=getattr(self._runner, "drafter_faults", {}),
         )
 
 

@@ -180,6 +180,19 @@ def _draft_length_rows() -> tuple[Row, ...]:
             lambda s: s.gauges.draft_bank_s,
         ),
         Row(
+            "specdec_drafter_memory_bytes",
+            "gauge",
+            "Host memory of drafters that grow with what they read: texts, past responses and corpora of suffix.",
+            lambda s: s.gauges.drafter_bytes,
+        ),
+        Row(
+            "specdec_drafter_faults",
+            "counter",
+            "What went wrong in a custom_class; each costs the drafts of a step, never a request.",
+            lambda s: s.gauges.drafter_faults,
+            label="kind",
+        ),
+        Row(
             "specdec_acceptance_collapsed",
             "gauge",
             "1 while drafting is dead: the last 200 steps with drafts kept none of them.",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 
@@ -162,6 +162,8 @@ class StepGauges:
     draft_length: float = 0.0  # drafts per request in the newest orders, on average
     num_draft_length_changes: int = 0
     draft_bank_s: float = 0.0  # what drafting has earned against plain decoding, where the policy keeps account
+    drafter_bytes: int = 0  # host memory of drafters that grow with what they read
+    drafter_faults: Mapping[str, int] = field(default_factory=dict)  # by kind: what went wrong in a drafter of the user's own
 
 
 @dataclass(slots=True)

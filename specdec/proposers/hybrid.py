@@ -9,6 +9,7 @@ its running acceptance promises more than the best of those lookups; elsewhere i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,16 @@ class HybridProposer(BaseProposer):
     def corpora(self) -> Any:
         """The shelf of the source that has one, else None."""
         return next((source.corpora for source in self.sources if hasattr(source, "corpora")), None)
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory of sources that grow with what they read."""
+        return sum(getattr(source, "num_bytes", 0) for source in self.sources)
+
+    @property
+    def faults(self) -> Mapping[str, int]:
+        """Faults of the sources together, by kind."""
+        return sum((Counter(getattr(source, "faults", {})) for source in self.sources), Counter())
 
     def memory(self) -> MemoryNeed:
         """The needs of all sources together."""

@@ -46,6 +46,16 @@ class ModelRunner:
         """The proposer's shelf of texts to draft from, where it has one."""
         return getattr(self.proposer, "corpora", None)
 
+    @property
+    def drafter_bytes(self) -> int:
+        """Host memory of a proposer that grows with what it reads."""
+        return int(getattr(self.proposer, "num_bytes", 0))
+
+    @property
+    def drafter_faults(self) -> Mapping[str, int]:
+        """Faults of the user's own code by kind."""
+        return dict(getattr(self.proposer, "faults", {}))
+
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step and return what every scheduled request emitted."""

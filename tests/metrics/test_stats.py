@@ -113,3 +113,15 @@ def test_one_line_per_busy_interval(caplog: pytest.LogCaptureFixture) -> None:
     assert line is not None
     assert "acceptance" not in line  # no drafts in this interval
     assert len(caplog.records) == 2
+
+
+def test_what_goes_wrong_in_a_drafter_is_exported_by_kind() -> None:
+    from specdec.metrics.prometheus import Exporter, Identity
+
+    stats = EngineStats()
+    stats.observe_step(1, durations_s=(), gauges=StepGauges(drafter_bytes=4096, drafter_faults={"late": 3, "crash": 1}))
+    identity = Identity(model_name="m", version="0", method="custom_class", device="cpu", dtype="float32", max_nodes=4)
+    text = Exporter(lambda: stats, identity).render("")[0].decode()
+    assert 'specdec_drafter_faults_total{kind="late",model_name="m"} 3.0' in text
+    assert 'specdec_drafter_faults_total{kind="crash",model_name="m"} 1.0' in text
+    assert 'specdec_drafter_memory_bytes{model_name="m"} 4096.0' in text
