@@ -264,6 +264,8 @@ REGISTRY: dict[str, str] = {
     "eagle3": "specdec.proposers.eagle:EagleProposer",
     "dflash": "specdec.proposers.block:BlockProposer",
     "dspark": "specdec.proposers.block:BlockProposer",
+    "medusa": "specdec.proposers.hidden_head:HiddenHeadProposer",
+    "mlp_speculator": "specdec.proposers.hidden_head:HiddenHeadProposer",
     "early_exit": "specdec.proposers.early_exit:EarlyExitProposer",
     "hybrid": "specdec.proposers.hybrid:HybridProposer",
 }
