@@ -5,12 +5,15 @@ Owns: arguments and progress of the subcommands. Must not know: how a head is tr
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from specdec.tools.train_data import Report
     from specdec.train.fit import FitOptions, Progress
     from specdec.train.run import TrainingRun
 
@@ -26,48 +29,79 @@ def data(
     model: Model = None,
     tokens: Annotated[int, typer.Option(help="Answer tokens in all: 1,000,000 for a first head, 5,000,000 for a good one.")] = 1_000_000,
     prompts: Annotated[
-        str | None, typer.Option(help="Text file, one prompt a line; none: built-in ones and ones the target writes itself.")
+        str | None,
+        typer.Option(help="Text file, one prompt a line, or .jsonl of messages; none: built-in ones and ones the target writes itself."),
     ] = None,
+    answer_tokens: Annotated[int, typer.Option(help="Tokens of one answer, at most.")] = 280,
     seed: Annotated[int, typer.Option(help="Of prompts and answers.")] = 0,
     batch: Annotated[int, typer.Option(help="Answers at once.")] = 48,
 ) -> None:
     """Let the target answer prompts. Stop it at any time: it goes on behind the last finished shard."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     from specdec.config.engine import EMBEDDED_MODEL
     from specdec.engine.llm import LLM
-    from specdec.tools.train_data import Report, write_data
-    from specdec.tools.verify_command import read_prompts
+    from specdec.models.source import locate_target
+    from specdec.tools.train_data import DataOptions, write_data
+    from specdec.tools.train_sources import FileSource, Frame, OwnSource
+    from specdec.train.manifest import model_fingerprint
 
-    texts = read_prompts(prompts) if prompts else ()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with (
-        LLM(model or EMBEDDED_MODEL, speculative_config=None, max_model_len=640, max_num_seqs=batch) as llm,
-        Progress(*columns) as bar,
-    ):
-        task = bar.add_task("tokens", total=tokens)
-
-        def show(report: Report) -> None:
-            bar.update(task, completed=report.num_tokens, description=f"tokens, kept {report.kept} of {report.asked} answers")
-
-        total = write_data(llm, out, num_tokens=tokens, seed=seed, prompts=texts, show=show)
+    options = DataOptions(num_tokens=tokens, answer_tokens=answer_tokens, seed=seed)
+    given = FileSource(prompts) if prompts else None  # a bad file is told before a model is loaded
+    name = model or EMBEDDED_MODEL
+    fingerprint = model_fingerprint(Path(locate_target(name).model_path))
+    with LLM(name, max_model_len=options.max_model_len, max_num_seqs=batch) as llm, _data_bar(tokens) as show:
+        source = given or OwnSource(llm, Frame(llm.tokenizer))
+        total = write_data(llm, out, source, fingerprint=fingerprint, options=options, show=show)
     typer.echo(f"{total} answer tokens in {out}")
 
 
+@contextmanager
+def _data_bar(tokens: int) -> Iterator[Callable[[Report], None]]:
+    """Yield what draws the bar of `train data`: it moves with each shard."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, speed_estimate_period=3600) as bar:
+        task = bar.add_task("asking", total=tokens)
+        bar.update(task, completed=0)
+
+        def show(report: Report) -> None:
+            told = f"{report.tokens_per_s:.0f} tok/s, kept {report.kept} answers to {report.asked} prompts"
+            bar.update(task, completed=report.num_tokens, description=told)
+
+        yield show
+
+
 @train_app.command()
-def features(data: Data, model: Model = None) -> None:
-    """Compute the target's hidden states for every shard that lacks them: about 4.6 kB a token on disk."""
+def features(
+    data: Data,
+    model: Model = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(help="Layers already applied whose states are kept, such as 2,15,27; none: an early, a middle and a late one."),
+    ] = None,
+) -> None:
+    """Compute the target's hidden states for every shard that lacks them: about 4.6 kB a token on disk for the embedded model."""
     from rich.progress import Progress as Bar
 
-    from specdec.train.features import make_features, taps_of
+    from specdec.train.features import check_space, make_features, taps_of
     from specdec.train.shards import features_path, read_shard, shard_paths
 
+    _check_model(data, model)
     missing = [shard for shard in shard_paths(data) if not features_path(shard).exists()]
     total = sum(len(document.ids) for shard in missing for document in read_shard(shard, features=False))
-    target: Any = _load_target(model)
+    target, width = _load_target(model)
+    chosen = _parse_layers(layers) if layers else taps_of(target.num_layers)
+    check_space(data, num_tokens=total, token_bytes=2 * width * (len(chosen) + 1))
     with Bar(transient=True) as bar:
         task = bar.add_task("tokens", total=total)
-        make_features(data, target, taps_of(target.num_layers), advance=lambda count: bar.advance(task, count))
+        make_features(data, target, chosen, advance=lambda count: bar.advance(task, count))
     typer.echo(f"{len(missing)} shards, {total} tokens")
 
 
@@ -125,12 +159,31 @@ def _open_run(method: str, data: Path, directory: Path, model: str | None) -> Tr
     from specdec.models.source import locate_target
     from specdec.train.run import TargetTables, TrainingRun
 
+    _check_model(data, model)
     files = locate_target(model or EMBEDDED_MODEL)
     tables = TargetTables.load(files.model_path, _config_of(files.model_path))
     return TrainingRun(method, data=data, directory=directory, target=tables, always=_special_ids(files.tokenizer_path))
 
 
-def _load_target(model: str | None) -> Any:
+def _check_model(data: Path, model: str | None) -> None:
+    from specdec.config.engine import EMBEDDED_MODEL
+    from specdec.models.source import locate_target
+    from specdec.train.manifest import check_written_by
+
+    check_written_by(data, Path(locate_target(model or EMBEDDED_MODEL).model_path))
+
+
+def _parse_layers(text: str) -> tuple[int, ...]:
+    from specdec.errors import ConfigError
+
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"layers is {text!r}, but it must be numbers with commas between", hint="such as 2,15,27") from None
+
+
+def _load_target(model: str | None) -> tuple[Any, int]:
+    """The target, and its hidden size."""
     import torch
 
     from specdec.config.engine import EMBEDDED_MODEL
@@ -139,7 +192,8 @@ def _load_target(model: str | None) -> Any:
 
     path = locate_target(model or EMBEDDED_MODEL).model_path
     config = _config_of(path)
-    return load_model(path, config, dtype=torch.bfloat16, device=torch.device("cpu"), max_model_len=config.max_position_embeddings)
+    target = load_model(path, config, dtype=torch.bfloat16, device=torch.device("cpu"), max_model_len=config.max_position_embeddings)
+    return target, config.get_text_config().hidden_size
 
 
 def _config_of(path: str) -> Any:

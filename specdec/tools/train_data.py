@@ -1,160 +1,193 @@
 """specdec train data: the target answers prompts, many at once on its own engine, and the texts are kept as shards.
 
-Owns: which prompts are asked, how answers are drawn, and what is thrown away. Must not know: what is trained on the texts.
-Half of the prompts the target writes itself, after the head of a user's turn: no list of topics is as varied. Answers that end in a
-loop are dropped, since a head that learns loops looks better than it is.
+Owns: how answers are drawn, what is thrown away, and going on where a stopped run was. Must not know: what is trained on the texts.
+Answers that end in a loop are dropped, since a head that learns loops looks better than it is. A shard is written whole, with the
+keys of its prompts, so a run that is killed loses at most the answers of one shard and never asks twice.
 """
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import torch
 
 from specdec.engine.llm import LLM
-from specdec.engine.tokenizer import Tokenizer
 from specdec.errors import ConfigError
 from specdec.sampling_params import SamplingParams
-from specdec.tools.train_prompts import built_in_prompts
-from specdec.train.shards import Document, shard_paths, write_shard
+from specdec.tools.train_prompts import FOLLOW_UPS, Conversation, Turn
+from specdec.tools.train_sources import Frame, PromptSource, key_of
+from specdec.train.manifest import write_manifest
+from specdec.train.shards import Document, Origin, read_origin, read_shard, shard_paths, write_shard
 
 PER_SHARD = 384  # prompts asked together
-SELF_WRITTEN = 0.6  # of them, as many as turn out well
-GREEDY = 0.45
-TEMPERATURES = (0.7, 0.8, 1.0)
-MAX_PROMPT, MAX_ANSWER = 300, 280  # tokens
+GREEDY = 0.4
+TEMPERATURES = (0.8, 0.9, 1.0)
+MAX_PROMPT = 300  # tokens
 LOOP_TAIL, LOOP_PERIOD = 64, 16
-MARK = "\u241f"  # stands for a user's text while the chat template is taken apart
+FOLLOWED_UP = 0.12  # of the answers, if they are short
+MAX_FOLLOWED = 200  # tokens of prompt and answer
+PASSAGE = (40, 160)  # tokens of an answer that later prompts ask about
+BARREN_ROUNDS = 3  # shards without one usable answer, behind which a run gives up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataOptions:
+    """num_tokens: answer tokens in all. answer_tokens: of one answer, at most. seed: of prompts and answers.
+
+    Raises:
+        ConfigError: a value is outside its range.
+    """
+
+    num_tokens: int
+    answer_tokens: int = 280
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("tokens", self.num_tokens, 1), ("answer-tokens", self.answer_tokens, 8)):
+            if value < least:
+                raise ConfigError(f"{name} is {value}, but it must be at least {least}")
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest document."""
+        return MAX_PROMPT + self.answer_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """After each shard: answers kept of those asked, and answer tokens in all shards."""
+    """After each shard: answers kept of those asked, answer tokens in all shards, and per second in this one."""
 
     kept: int
     asked: int
     num_tokens: int
+    tokens_per_s: float
 
 
-class Frame:
-    """What the chat template puts before and behind a user's text, and the token that ends a turn."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """A document, and the conversation with the target's answer at its end."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        if not tokenizer.hf.chat_template:
-            raise ConfigError("the target has no chat template, so nothing can be asked", hint="train a head for a chat model")
-        head, mark, tail = tokenizer.render_chat([{"role": "user", "content": MARK}]).partition(MARK)
-        assert mark, "a chat template shows the user's text"
-        self.tokenizer, self.head, self.tail = tokenizer, head, tail
-        ends = tokenizer.encode(tail, add_special_tokens=False)
-        self.end_of_turn = ends[0]
-
-    def ask(self, text: str) -> tuple[int, ...]:
-        """Token ids of a prompt."""
-        return self.tokenizer.encode(self.head + text + self.tail, add_special_tokens=False)
-
-    def opening(self) -> tuple[int, ...]:
-        """Token ids behind which the target writes a user's turn itself."""
-        return self.tokenizer.encode(self.head, add_special_tokens=False)
+    document: Document
+    conversation: Conversation
 
 
 def write_data(
     llm: LLM,
     out: Path,
+    source: PromptSource,
     *,
-    num_tokens: int,
-    seed: int = 0,
-    prompts: Sequence[str] = (),
+    fingerprint: str,
+    options: DataOptions,
     show: Callable[[Report], None] = lambda _: None,
 ) -> int:
-    """Write shards until they hold num_tokens answer tokens, or `prompts` are used up; returns the answer tokens.
+    """Write shards until they hold the wanted answer tokens, or the source has no more prompts; returns the answer tokens.
 
-    prompts: asked once, in order; none: built-in and self-written ones. What a directory holds already counts, and no prompt
-    that was asked before is asked again.
+    What the directory holds already counts, and no prompt that was asked before is asked again. fingerprint: of the target.
+
+    Raises:
+        ConfigError: the directory holds texts of another target, or the target gives no usable answers.
     """
     out.mkdir(parents=True, exist_ok=True)
-    state = _State.read(out)
-    frame = Frame(llm.tokenizer)
-    while state.num_tokens < num_tokens:
-        number = len(shard_paths(out))
-        rng = random.Random(f"{seed}/{number}")
-        texts = _next_texts(llm, frame, state, prompts, rng)
-        if not texts:
+    asked, num_tokens = _progress_of(out, fingerprint)
+    frame, barren = Frame(llm.tokenizer), 0
+    while num_tokens < options.num_tokens:
+        number, start_s = len(shard_paths(out)), time.monotonic()
+        rng = random.Random(f"{options.seed}/{number}/{barren}")
+        conversations = source.take(PER_SHARD, asked=asked, passages=_passages(llm, out, number), rng=rng)
+        if not conversations:
             break
-        documents = _answers(llm, frame, texts, rng)
+        documents = _documents(llm, frame, conversations, rng, options, goes_on=source.goes_on)
+        keys = tuple(map(key_of, conversations))
+        asked.update(keys)
         if documents:
-            write_shard(out / f"shard-{number:05d}.safetensors", documents, vocab_size=len(llm.tokenizer.hf))
-        state.asked.update(texts)
-        state.num_tokens += sum(len(document.ids) - document.prompt_len for document in documents)
-        state.write(out)
-        show(Report(kept=len(documents), asked=len(texts), num_tokens=state.num_tokens))
-    return state.num_tokens
+            origin = Origin(model=fingerprint, source=source.name, seed=options.seed, asked=keys)
+            write_shard(out / f"shard-{number:05d}.safetensors", documents, vocab_size=llm.tokenizer.vocab_size, origin=origin)
+            write_manifest(out)
+        barren = 0 if documents else barren + 1
+        if barren == BARREN_ROUNDS:
+            raise ConfigError(
+                f"the target gave no usable answer to {barren * PER_SHARD} prompts: all were empty or ended in a loop",
+                hint="use a chat model, and look at some of its answers with specdec chat",
+            )
+        written = _answer_tokens(documents)
+        num_tokens += written
+        show(
+            Report(
+                kept=len(documents),
+                asked=len(conversations),
+                num_tokens=num_tokens,
+                tokens_per_s=written / (time.monotonic() - start_s),
+            )
+        )
+    return num_tokens
 
 
-@dataclass(slots=True)
-class _State:
-    """What a directory holds. It is written behind each shard, so a shard without it is asked for again under another number."""
-
-    num_tokens: int
-    asked: set[str]
-
-    @classmethod
-    def read(cls, out: Path) -> _State:
-        path = out / "state.json"
-        if not path.exists():
-            return cls(0, set())
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        return cls(stored["tokens"], set(stored["seen"]))
-
-    def write(self, out: Path) -> None:
-        partial = out / "state.partial"
-        partial.write_text(json.dumps({"tokens": self.num_tokens, "seen": sorted(self.asked)}), encoding="utf-8")
-        partial.rename(out / "state.json")
+def _progress_of(out: Path, fingerprint: str) -> tuple[set[str], int]:
+    """Keys of the prompts that were asked, and the answer tokens that are there."""
+    asked: set[str] = set()
+    num_tokens = 0
+    for shard in shard_paths(out):
+        origin = read_origin(shard)
+        if origin and origin.model != fingerprint:
+            raise ConfigError(
+                f"out is {str(out)!r}, but {shard.name} there was written by another model (fingerprint {origin.model})",
+                hint="write the texts of each target to a directory of its own",
+            )
+        asked.update(origin.asked if origin else ())
+        num_tokens += _answer_tokens(list(read_shard(shard, features=False)))
+    return asked, num_tokens
 
 
-def _next_texts(llm: LLM, frame: Frame, state: _State, prompts: Sequence[str], rng: random.Random) -> list[str]:
-    if prompts:
-        return list(islice((text for text in dict.fromkeys(prompts) if text not in state.asked), PER_SHARD))
-    own = list(dict.fromkeys(text for text in _self_written(llm, frame, rng) if text not in state.asked))
-    taken = state.asked.union(own)
-    built_in = (text for text in built_in_prompts(rng.getrandbits(40)) if text not in taken)
-    return own + list(dict.fromkeys(islice(built_in, PER_SHARD - len(own))))
+def _answer_tokens(documents: Sequence[Document]) -> int:
+    return sum(len(document.ids) - document.prompt_len for document in documents)
 
 
-def _self_written(llm: LLM, frame: Frame, rng: random.Random) -> Iterator[str]:
-    """Users' turns that the target writes, where they come to an end."""
-    count = round(PER_SHARD * SELF_WRITTEN)
+def _passages(llm: LLM, out: Path, number: int) -> list[str]:
+    """Answers of the last shard that are a good length to ask about."""
+    if number == 0:
+        return []
+    answers = (document.ids[document.prompt_len :].tolist() for document in read_shard(shard_paths(out)[-1], features=False))
+    return [llm.tokenizer.decode(answer).strip() for answer in answers if PASSAGE[0] <= len(answer) <= PASSAGE[1]]
+
+
+def _documents(
+    llm: LLM, frame: Frame, conversations: Sequence[Conversation], rng: random.Random, options: DataOptions, *, goes_on: bool
+) -> list[Document]:
+    answers = _answers(llm, frame, conversations, rng, options)
+    if goes_on:
+        short = [answer for answer in answers if len(answer.document.ids) <= MAX_FOLLOWED]
+        chosen = rng.sample(short, min(len(short), round(len(answers) * FOLLOWED_UP)))
+        second = [(*answer.conversation, Turn("user", rng.choice(FOLLOW_UPS))) for answer in chosen]
+        answers += _answers(llm, frame, second, rng, options)
+    return [answer.document for answer in answers]
+
+
+def _answers(llm: LLM, frame: Frame, conversations: Sequence[Conversation], rng: random.Random, options: DataOptions) -> list[_Answer]:
+    """Ask, and keep what is fit to learn from. Prompts that are too long are left out."""
+    asked = [(conversation, list(frame.ask(conversation))) for conversation in conversations]
+    asked = [(conversation, ids) for conversation, ids in asked if len(ids) <= MAX_PROMPT]
     sampling = [
         SamplingParams(
-            temperature=rng.choice(TEMPERATURES[1:]), max_tokens=96, seed=rng.getrandbits(40), stop_token_ids=(frame.end_of_turn,)
+            temperature=0.0 if rng.random() < GREEDY else rng.choice(TEMPERATURES),
+            max_tokens=options.answer_tokens,
+            seed=rng.getrandbits(40),
         )
-        for _ in range(count)
+        for _ in asked
     ]
-    for result in llm.generate([list(frame.opening())] * count, sampling, use_tqdm=False):
-        answer = result.outputs[0]
-        text = answer.text.strip()
-        if answer.finish_reason == "stop" and len(text) > 15:
-            yield text
-
-
-def _answers(llm: LLM, frame: Frame, texts: Sequence[str], rng: random.Random) -> list[Document]:
-    prompts = [ids for ids in map(frame.ask, texts) if len(ids) <= MAX_PROMPT]
-    temperatures = [0.0 if rng.random() < GREEDY else rng.choice(TEMPERATURES) for _ in prompts]
-    sampling = [SamplingParams(temperature=t, max_tokens=MAX_ANSWER, seed=rng.getrandbits(40)) for t in temperatures]
-    documents = []
-    for ids, temperature, result in zip(
-        prompts, temperatures, llm.generate([list(p) for p in prompts], sampling, use_tqdm=False), strict=True
+    answers = []
+    for (conversation, ids), params, result in zip(
+        asked, sampling, llm.generate([ids for _, ids in asked], sampling, use_tqdm=False), strict=True
     ):
-        answer = list(result.outputs[0].token_ids)
-        if result.outputs[0].finish_reason == "stop" and answer[-1:] != [frame.end_of_turn]:
-            answer.append(frame.end_of_turn)  # a head should learn where answers end
-        if len(answer) > 3 and not ends_in_loop(answer):
-            documents.append(Document(ids=torch.tensor([*ids, *answer]), prompt_len=len(ids), temperature=temperature))
-    return documents
+        written, text = list(result.outputs[0].token_ids), result.outputs[0].text.strip()  # the ids end with the end of the turn
+        if not text or ends_in_loop(written):
+            continue
+        document = Document(ids=torch.tensor([*ids, *written]), prompt_len=len(ids), temperature=params.temperature, seed=params.seed or 0)
+        answers.append(_Answer(document=document, conversation=(*conversation, Turn("assistant", text))))
+    return answers
 
 
 def ends_in_loop(ids: Sequence[int]) -> bool:

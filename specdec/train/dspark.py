@@ -7,6 +7,7 @@ H hidden, r rank, Vd draft vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class DSparkTraining(nn.Module):
         embedding: torch.Tensor,
         head: torch.Tensor,
         draft_ids: torch.Tensor,
+        taps: Sequence[int] = (),
         num_layers: int = 2,
         slots: int = 7,
         mask_token_id: int = 5,
@@ -49,7 +51,7 @@ class DSparkTraining(nn.Module):
         self.target, self.head_dim, self.eps, self.theta = target, head_dim_of(target), target.rms_norm_eps, theta_of(target)
         self.slots, self.mask_token_id, self.dtype, self.draft_ids = slots, mask_token_id, dtype, draft_ids
         self.embedding, self.target_head = embedding.to(dtype), head[draft_ids].to(dtype)
-        self.taps, width = taps_of(target.num_hidden_layers), target.hidden_size
+        self.taps, width = tuple(taps) or taps_of(target.num_hidden_layers), target.hidden_size
         self.fc, self.context_norm = _matrix(width, len(self.taps) * width), nn.Parameter(torch.ones(width))
         self.layers = nn.ModuleList([nn.ParameterDict(_layer(target, self.head_dim)) for _ in range(num_layers)])
         self.norm = nn.Parameter(torch.ones(width))

@@ -7,6 +7,7 @@ Letters: B sequences, T tokens, S steps, H hidden, n tapped layers, Vd draft voc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class Eagle3Training(nn.Module):
         embedding: torch.Tensor,
         head: torch.Tensor,
         draft_ids: torch.Tensor,
+        taps: Sequence[int] = (),
         steps: int = 4,
         dtype: torch.dtype = torch.bfloat16,
         shift: int = 0,
@@ -43,7 +45,7 @@ class Eagle3Training(nn.Module):
         super().__init__()
         width, inner = target.hidden_size, target.intermediate_size
         self.heads, self.kv_heads = target.num_attention_heads, target.num_key_value_heads
-        self.target, self.head_dim, self.taps = target, head_dim_of(target), taps_of(target.num_hidden_layers)
+        self.target, self.head_dim, self.taps = target, head_dim_of(target), tuple(taps) or taps_of(target.num_hidden_layers)
         self.eps, self.steps, self.dtype, self.shift = target.rms_norm_eps, steps, dtype, shift
         self.theta = theta_of(target)
         self.embedding, self.target_head = embedding.to(dtype), head[draft_ids].to(dtype)

@@ -65,7 +65,9 @@ class TrainingRun:
         self.corpus = Corpus(data, features=True)
         self.draft_ids = self._vocabulary(always)
         torch.manual_seed(0)  # of the first weights
-        self.head: nn.Module = METHODS[method](target.config, embedding=target.embedding, head=target.head, draft_ids=self.draft_ids)
+        self.head: nn.Module = METHODS[method](
+            target.config, embedding=target.embedding, head=target.head, draft_ids=self.draft_ids, taps=self.corpus.layers
+        )
 
     def fit(self, options: FitOptions, show: Callable[[Progress], None]) -> None:
         """Train, or go on training."""

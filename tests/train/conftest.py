@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from specdec.models.registry import load_model
+from specdec.models.registry import TargetModel, load_model
 from specdec.train.features import make_features, taps_of
 from specdec.train.run import TargetTables
 from specdec.train.shards import Document, write_shard
@@ -22,12 +22,13 @@ TAPS = taps_of(4)
 
 @dataclass(frozen=True, slots=True)
 class Taught:
-    """The target's directory, the directory of its texts, and what a head borrows."""
+    """The target's directory, the directory of its texts, what a head borrows, the target in transformers and as it is served."""
 
     target: Path
     data: Path
     tables: TargetTables
     model: Any
+    served: TargetModel
 
 
 @pytest.fixture(scope="session")
@@ -44,4 +45,4 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Taught:
     write_shard(data / "shard-00000.safetensors", documents, vocab_size=97)
     served = load_model(str(target), model.config, dtype=torch.float32, device=torch.device("cpu"), max_model_len=128)
     assert make_features(data, served, TAPS) == 1
-    return Taught(target, data, TargetTables.load(str(target), model.config), model)
+    return Taught(target, data, TargetTables.load(str(target), model.config), model, served)

@@ -83,7 +83,7 @@ def test_features_are_the_targets_own_states(taught: Taught) -> None:
     for place, tap in enumerate(TAPS):
         torch.testing.assert_close(document.aux[:, place].float(), streams[tap], atol=2e-2, rtol=1e-2)
     torch.testing.assert_close(document.hidden.float(), last, atol=2e-2, rtol=1e-2)
-    assert make_features(taught.data, taught.model, TAPS) == 0  # nothing is left to do
+    assert make_features(taught.data, taught.served, TAPS) == 0  # nothing is left to do
 
 
 @pytest.mark.parametrize("mix", [Mix(), Mix(0.0, 1.0), Mix(0.3, 0.7)])
