@@ -31,19 +31,26 @@ STOP_LIMIT_S = 40.0
 
 @dataclass(slots=True)
 class Arm:
-    """One side of a comparison. serve_args None: a server that somebody else runs."""
+    """One side of a comparison. serve_args None: a server that somebody else runs.
+
+    program: another engine's command, which takes serve_args, --host and --port and answers /health; () is ours.
+    """
 
     label: str
     serve_args: tuple[str, ...] | None = None
     url: str = ""
+    program: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """Return how to get this server."""
-        return self.url if self.serve_args is None else " ".join(["specdec serve", *self.serve_args])
+        if self.serve_args is None:
+            return self.url
+        command = [Path(self.program[0]).name, *self.program[1:]] if self.program else ["specdec serve"]
+        return " ".join([*command, *self.serve_args])
 
 
 def parse_arm(text: str, shared: str) -> Arm:
-    """Return the arm of `NAME=ARGS`; `shared` are arguments that every arm gets.
+    """Return the arm of `NAME=ARGS`, or `NAME=@COMMAND ARGS` for another engine; `shared` are arguments that every arm of ours gets.
 
     Raises:
         ConfigError: no name.
@@ -53,6 +60,8 @@ def parse_arm(text: str, shared: str) -> Arm:
         raise ConfigError(
             f"--arm is {text!r}, but it must be NAME=ARGS", hint="for example --arm 'ngram=--spec-method ngram --spec-tokens 5'"
         )
+    if args.startswith("@"):
+        return Arm(label, serve_args=(), program=tuple(shlex.split(args[1:])))
     return Arm(label, serve_args=(*shlex.split(shared), *shlex.split(args)))
 
 
@@ -75,7 +84,8 @@ def _running(arm: Arm) -> Iterator[None]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     arm.url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "specdec", "serve", *(arm.serve_args or ()), "--host", "127.0.0.1", "--port", str(port)]
+    program = arm.program or (sys.executable, "-m", "specdec", "serve")
+    command = [*program, *(arm.serve_args or ()), "--host", "127.0.0.1", "--port", str(port)]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=Path(__file__).resolve().parent.parent)
         try:

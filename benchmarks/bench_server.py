@@ -158,7 +158,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="NAME=ARGS",
-        help="start `specdec serve ARGS` as NAME; default: off=--no-speculation and on=",
+        help="start `specdec serve ARGS` as NAME, or `COMMAND ARGS` with NAME=@COMMAND; default: off=--no-speculation and on=",
     )
     where.add_argument("--serve-args", default="", help="arguments that every started server gets, for example a model")
     where.add_argument(

@@ -147,3 +147,10 @@ def test_the_lower_bound_is_students() -> None:
     assert abs(bound - 0.9703) < 5e-4
     assert lower_bound(ratios[:4]) is None
     assert lower_bound([1.0] * 30) == 1.0
+
+
+def test_an_arm_may_be_another_engine() -> None:
+    arm = parse_arm("vllm=@/opt/env/bin/vllm serve a-model --dtype bfloat16", "--max-num-seqs 4")
+    assert arm.program == ("/opt/env/bin/vllm", "serve", "a-model", "--dtype", "bfloat16")
+    assert arm.describe() == "vllm serve a-model --dtype bfloat16"
+    assert parse_arm("off=--no-speculation", "").describe() == "specdec serve --no-speculation"
