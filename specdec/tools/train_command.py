@@ -93,11 +93,12 @@ def features(
     from specdec.train.features import check_space, make_features, taps_of
     from specdec.train.shards import features_path, read_shard, shard_paths
 
+    given = _parse_layers(layers) if layers else None
     _check_model(data, model)
     missing = [shard for shard in shard_paths(data) if not features_path(shard).exists()]
     total = sum(len(document.ids) for shard in missing for document in read_shard(shard, features=False))
     target, width = _load_target(model)
-    chosen = _parse_layers(layers) if layers else taps_of(target.num_layers)
+    chosen = given or taps_of(target.num_layers)
     check_space(data, num_tokens=total, token_bytes=2 * width * (len(chosen) + 1))
     with Bar(transient=True) as bar:
         task = bar.add_task("tokens", total=total)
