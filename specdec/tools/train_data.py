@@ -28,7 +28,7 @@ GREEDY = 0.4
 TEMPERATURES = (0.8, 0.9, 1.0)
 MAX_PROMPT = 300  # tokens
 LOOP_TAIL, LOOP_PERIOD = 64, 16
-FOLLOWED_UP = 0.12  # of the answers, if they are short
+FOLLOWED_UP = 0.12  # of the answers, if they are short and came to an end
 MAX_FOLLOWED = 200  # tokens of prompt and answer
 PASSAGE = (40, 160)  # tokens of an answer that later prompts ask about
 BARREN_ROUNDS = 3  # shards without one usable answer, behind which a run gives up
@@ -69,10 +69,11 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """A document, and the conversation with the target's answer at its end."""
+    """A document, the conversation with the target's answer at its end, and whether that came to an end before its limit."""
 
     document: Document
     conversation: Conversation
+    is_whole: bool
 
 
 def write_data(
@@ -159,7 +160,7 @@ def _documents(
 ) -> list[Document]:
     answers = _answers(llm, frame, conversations, rng, options)
     if goes_on:
-        short = [answer for answer in answers if len(answer.document.ids) <= MAX_FOLLOWED]
+        short = [answer for answer in answers if answer.is_whole and len(answer.document.ids) <= MAX_FOLLOWED]
         chosen = rng.sample(short, min(len(short), round(len(answers) * FOLLOWED_UP)))
         second = [(*answer.conversation, Turn("user", rng.choice(FOLLOW_UPS))) for answer in chosen]
         answers += _answers(llm, frame, second, rng, options)
@@ -182,11 +183,13 @@ def _answers(llm: LLM, frame: Frame, conversations: Sequence[Conversation], rng:
     for (conversation, ids), params, result in zip(
         asked, sampling, llm.generate([ids for _, ids in asked], sampling, use_tqdm=False), strict=True
     ):
-        written, text = list(result.outputs[0].token_ids), result.outputs[0].text.strip()  # the ids end with the end of the turn
+        output = result.outputs[0]
+        written, text = list(output.token_ids), output.text.strip()  # the ids end with the end of the turn
         if not text or ends_in_loop(written):
             continue
         document = Document(ids=torch.tensor([*ids, *written]), prompt_len=len(ids), temperature=params.temperature, seed=params.seed or 0)
-        answers.append(_Answer(document=document, conversation=(*conversation, Turn("assistant", text))))
+        told = (*conversation, Turn("assistant", text))
+        answers.append(_Answer(document=document, conversation=told, is_whole=output.finish_reason == "stop"))
     return answers
 
 

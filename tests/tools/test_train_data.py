@@ -201,7 +201,7 @@ def test_a_stopped_run_goes_on_and_asks_nothing_twice(
 def test_self_written_prompts_and_second_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_data, "PER_SHARD", 30)
     opening, own = toy_tokenizer().encode("<user>"), toy_tokenizer().encode("How do magpies sing?#")
-    answer = hash_target(eos_token_id=TOY_EOS, eos_rate=0.1)
+    answer = hash_target(eos_token_id=TOY_EOS, eos_rate=0.04)
 
     def target(history: Sequence[int], num_prompt: int) -> int:
         at = len(history) - len(opening)
@@ -210,13 +210,15 @@ def test_self_written_prompts_and_second_questions(tmp_path: Path, monkeypatch: 
     with _engine(target) as llm:
         frame = Frame(llm.tokenizer)
         assert (frame.opening, frame.end_of_turn) == (opening, own[-1])
-        _write(llm, tmp_path, OwnSource(llm, frame), 500)
+        _write(llm, tmp_path, OwnSource(llm, frame), 1500)
     assert len(shard_paths(tmp_path)) >= 2
     documents = Corpus(tmp_path, features=False).documents("train")
     told = {_text(llm, document.ids[: document.prompt_len]): _text(llm, document.ids[document.prompt_len :]) for document in documents}
     assert len(told) == len(documents)
     second = {text: first for text in told for first in told if text != first and text.startswith(f"{first}{told[first]}#<user>")}
     assert len(second) >= 3
+    whole = {_text(llm, document.ids[: document.prompt_len]) for document in documents if document.ids[-1] == TOY_EOS}
+    assert set(second.values()) <= whole < told.keys()  # an answer that was cut is not asked about
     for text, first in second.items():  # behind the model's own answer to the first question
         assert text.removeprefix(f"{first}{told[first]}#<user>").removesuffix("#<assistant>") in FOLLOW_UPS
     assert sum(text == "<user>How do magpies sing?#<assistant>" for text in told) == 1  # it always says the same, and is asked once
