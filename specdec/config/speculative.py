@@ -40,7 +40,6 @@ BUILT_DRAFT_SAMPLING = frozenset({"greedy", "probabilistic", "coupled"})
 BUILT_POLICIES = frozenset({"fixed", "adaptive"})
 UNBUILT_OPTIONS = frozenset(  # refused unless they have their default; whoever builds an option removes its name
     {
-        "parallel_drafting",
         "enable_adaptive_verification",
         "index_share_for_mtp_iteration",
         "dspark_draft_topk",

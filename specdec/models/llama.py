@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F
 
+from specdec.config.inference import mtp_depth
 from specdec.config.methods import FINAL_NORM, Tap
 from specdec.errors import ConfigError
 from specdec.kernels.layer_ops import layer_ops
 from specdec.models.attention import AttentionMetadata, KVPair
 from specdec.models.linear import Linear
 from specdec.models.loader import Checkpoint
+from specdec.models.mtp_names import is_mtp_tensor
 from specdec.models.rope import STATIC_ROPE_TYPES, RotaryTable, rope_parameters
 
 if TYPE_CHECKING:
@@ -150,6 +152,8 @@ class LlamaModel:
         reader = _LayerReader(hf_config, checkpoint, dtype=dtype, device=device)
         hidden, vocab = self.shape.hidden_size, hf_config.vocab_size
         self.embedding = reader.tensor("model.embed_tokens.weight", (vocab, hidden))
+        if mtp_depth(hf_config.to_dict()) is not None:  # its modules are a drafter's to read
+            checkpoint.skip(*(name for name in checkpoint.names() if is_mtp_tensor(name, hf_config.num_hidden_layers)))
         self.layers: list[DecoderLayer] = [reader.layer(index) for index in range(hf_config.num_hidden_layers)]
         self.norm_weight = reader.tensor("model.norm.weight", (hidden,))
         if hf_config.tie_word_embeddings:

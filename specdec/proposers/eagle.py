@@ -1,6 +1,6 @@
-"""EagleProposer: a head on the target's hidden states drafts a chain (methods `eagle` and `eagle3`).
+"""EagleProposer: a head on the target's hidden states drafts a chain (methods `eagle`, `eagle3`, `mtp`).
 
-Owns: when the head runs and over which rows. Must not know: what the head computes (models/eagle.py, models/eagle3.py).
+Owns: when the head runs and over which rows. Must not know: what the head computes (models/eagle.py, eagle3.py, mtp.py).
 
 Row j of the head joins the feature of position j with the token of position j + 1, so each step runs it over exactly the rows that
 the step committed: the newest of them holds the anchor and gives the first draft. Further drafts feed the head's own output, one
@@ -20,6 +20,7 @@ from specdec.errors import ConfigError
 from specdec.models.draft_head import DraftHead
 from specdec.models.eagle import EagleModel
 from specdec.models.eagle3 import Eagle3Model
+from specdec.models.mtp import MtpModel
 from specdec.proposers.base import DraftBatch, StepView
 from specdec.proposers.chain import wanted_drafts
 from specdec.proposers.draft_sampling import ChainDraws
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from specdec.config.engine import ResolvedConfig
 
-_HEADS: dict[str, type[EagleModel] | type[Eagle3Model]] = {"eagle": EagleModel, "eagle3": Eagle3Model}
+_HEADS: dict[str, type[EagleModel] | type[Eagle3Model] | type[MtpModel]] = {"eagle": EagleModel, "eagle3": Eagle3Model, "mtp": MtpModel}
 
 
 class EagleProposer(HeadProposer[DraftHead]):
