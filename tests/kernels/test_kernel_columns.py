@@ -95,3 +95,18 @@ def test_the_cpu_column_verifies_alike(with_tree: bool) -> None:
     for name, mine, theirs in zip(expected._fields, ours, expected, strict=True):
         assert torch.equal(mine, theirs), name
     assert len(expected.num_sampled.unique()) >= 4
+
+
+@pytest.mark.parametrize("slots", [[9, -1, 2, 0], [-1, -1, -1, -1], [5, 1, 7, 11]], ids=["some", "all", "none"])
+def test_rows_of_padding_write_nothing_into_the_cache(slots: list[int]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    k, v = (torch.randn(4, 2, 8, generator=generator) for _ in range(2))
+    caches = {column: [torch.full((3, 4, 2, 8), 7.0) for _ in range(2)] for column in ("cpu", "reference")}
+    for column, (k_cache, v_cache) in caches.items():
+        load("store_kv", column)(k, v, k_cache, v_cache, torch.tensor(slots))
+    for ours, expected, rows in zip(*caches.values(), (k, v), strict=True):
+        assert torch.equal(ours, expected)
+        flat = ours.flatten(0, 1)
+        written = {slot: row for row, slot in enumerate(slots) if slot >= 0}
+        assert all(torch.equal(flat[slot], rows[row]) for slot, row in written.items())
+        assert all(bool((flat[slot] == 7.0).all()) for slot in range(12) if slot not in written)

@@ -37,7 +37,10 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Scatter k and v [N, Hkv, Dh] into caches [num_blocks, block_size, Hkv, Dh] at flat slots [N] int64."""
+    """Scatter k and v [N, Hkv, Dh] into caches [num_blocks, block_size, Hkv, Dh] at flat slots [N]; a negative slot writes nothing."""
+    written = slot_mapping >= 0
+    if not written.all():  # torch would count such slots from the end of the cache
+        k, v, slot_mapping = k[written], v[written], slot_mapping[written]
     k_cache.view(-1, *k_cache.shape[2:])[slot_mapping] = k
     v_cache.view(-1, *v_cache.shape[2:])[slot_mapping] = v
 
