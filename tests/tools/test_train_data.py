@@ -201,7 +201,7 @@ def test_a_stopped_run_goes_on_and_asks_nothing_twice(
 def test_self_written_prompts_and_second_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_data, "PER_SHARD", 30)
     opening, own = toy_tokenizer().encode("<user>"), toy_tokenizer().encode("How do magpies sing?#")
-    answer = hash_target(eos_token_id=TOY_EOS, eos_rate=0.04)
+    answer = hash_target(92, eos_token_id=TOY_EOS, eos_rate=0.02)  # whole characters only
 
     def target(history: Sequence[int], num_prompt: int) -> int:
         at = len(history) - len(opening)
