@@ -224,6 +224,19 @@ def test_self_written_prompts_and_second_questions(tmp_path: Path, monkeypatch: 
     assert sum(text == "<user>How do magpies sing?#<assistant>" for text in told) == 1  # it always says the same, and is asked once
 
 
+def test_a_self_written_prompt_that_is_measured_with_is_left_out() -> None:
+    (measured,) = prompts.prompts_for("chat", 1)
+    taken = []
+    for text in (measured, f"{measured}!"):
+        said = [*toy_tokenizer().encode(f"{text}#"), 1]
+        with _engine(scripted_target(said)) as llm:
+            source = OwnSource(llm, Frame(llm.tokenizer))
+            taken.append([talk[-1].content for talk in source.take(4, asked=set(), passages=(), rng=random.Random(0))])
+    assert measured not in taken[0]
+    assert f"{measured}!" in taken[1]
+    assert len(taken[0]) == len(taken[1]) == 4
+
+
 def _text(llm: LLM, ids: torch.Tensor) -> str:
     return llm.tokenizer.decode(ids.tolist()).strip()
 
