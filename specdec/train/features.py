@@ -36,9 +36,10 @@ def make_features(path: Path, model: TargetModel, layers: Sequence[int], *, adva
     check_layers(path, layers, num_layers=model.num_layers)
     missing = [shard for shard in shard_paths(path) if not features_path(shard).exists()]
     for shard in missing:
-        documents = list(read_shard(shard, features=False))
-        states = [both for batch in _passes(documents) for both in _run(model, batch, layers)]
-        advance(sum(len(document.ids) for document in documents))
+        states: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for batch in _passes(list(read_shard(shard, features=False))):
+            states += _run(model, batch, layers)
+            advance(sum(map(len, batch)))
         aux, hidden = (torch.cat(parts) for parts in zip(*states, strict=True))
         save_atomically({"aux": aux, "hidden": hidden}, features_path(shard), metadata={"layers": ",".join(map(str, layers))})
     return len(missing)

@@ -39,8 +39,10 @@ def check_written_by(data: Path, model: Path) -> None:
     """Refuse texts of another target: their law is not the one to learn. Shards that do not say who wrote them are taken as they are.
 
     Raises:
-        ConfigError: a shard was written by another model.
+        ConfigError: there are no texts, or a shard was written by another model.
     """
+    if not shard_paths(data):
+        raise ConfigError(f"data {str(data)!r} holds no shard-*.safetensors", hint="run specdec train data first")
     fingerprint = model_fingerprint(model)
     for shard in shard_paths(data):
         origin = read_origin(shard)

@@ -109,6 +109,8 @@ def test_a_fingerprint_knows_weights_and_configuration(tmp_path: Path) -> None:
 
 def test_texts_of_another_target_are_refused(taught: Taught, tmp_path: Path) -> None:
     shard = tmp_path / "shard-00000.safetensors"
+    with pytest.raises(ConfigError, match="holds no shard"):
+        check_written_by(tmp_path, taught.target)
     write_shard(shard, documents(3), vocab_size=97)
     check_written_by(tmp_path, taught.target)  # nobody says who wrote them
     write_shard(shard, documents(3), vocab_size=97, origin=replace(ORIGIN, model=model_fingerprint(taught.target)))
@@ -125,7 +127,10 @@ def test_states_of_chosen_layers_go_into_the_head(taught: Taught, tmp_path: Path
     write_shard(shard, written, vocab_size=97)
     layers = (1, 4)
     assert layers != TAPS
-    assert make_features(tmp_path, taught.served, layers) == 1
+    steps: list[int] = []
+    assert make_features(tmp_path, taught.served, layers, advance=steps.append) == 1
+    assert sum(steps) == sum(len(document.ids) for document in written)
+    assert len(steps) > 1  # the bar moves within a shard
     assert layers_of(features_path(shard)) == layers
     document = Corpus(tmp_path, features=True).documents("train")[1]
     streams: list[torch.Tensor] = []
