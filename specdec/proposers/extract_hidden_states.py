@@ -7,14 +7,13 @@ Letters: N query rows, R requests, B blocks per request, T tokens of a file, H h
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from specdec.config.hidden_states import hidden_states_directory
 from specdec.config.methods import MethodTraits
 from specdec.proposers.base import AdmitInfo, BaseProposer, DraftBatch, DraftRail, MemoryNeed, Outcome, StepView
 from specdec.proposers.hidden_states_files import HiddenStatesFiles
@@ -47,7 +46,7 @@ class ExtractHiddenStatesProposer(BaseProposer):
         assert resolved.traits is not None, "a proposer is built for a resolved method"
         self.traits: MethodTraits = resolved.traits
         self.with_output: bool = config.include_output_tokens
-        directory = Path(config.shared_storage_path or tempfile.gettempdir()).expanduser()
+        directory = hidden_states_directory(config.shared_storage_path)
         layers = ",".join(map(str, self.traits.taps))
         self.files = HiddenStatesFiles(directory, {"layers": layers, "model": resolved.served_model_name})
         self._hidden_size: int = resolved.hf_config.hidden_size

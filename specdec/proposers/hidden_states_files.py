@@ -9,9 +9,7 @@ which waits until the file is whole; one that does not find it may read at once.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
-import re
 import threading
 import time
 from collections.abc import Mapping
@@ -22,6 +20,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from specdec.config.hidden_states import hidden_states_path
 from specdec.errors import ConfigError
 from specdec.logging import get_logger
 
@@ -61,11 +60,8 @@ class HiddenStatesFiles:
         _check_writable(directory)
 
     def path_of(self, request_id: str) -> Path:
-        """Where a request's states go. Ids that are no plain file names get a hash in place of what they cannot keep."""
-        name = re.sub(r"[^A-Za-z0-9._-]", "_", request_id).lstrip(".")[:150]
-        if name != request_id:
-            name = f"{name}-{hashlib.sha256(request_id.encode()).hexdigest()[:12]}"
-        return self.directory / f"{name}.safetensors"
+        """Where a request's states go."""
+        return hidden_states_path(self.directory, request_id)
 
     def open(self, request_id: str) -> None:
         """Take the lock of a request that will be written."""

@@ -24,7 +24,7 @@ from specdec.server.protocol import ChatBody
 from specdec.server.sampling import chat_sampling, constraint_field, structured_params
 from specdec.server.sse import encode
 from specdec.server.trace import draft_trace, wants_trace
-from specdec.server.usage import cached_tokens, response_metrics, usage
+from specdec.server.usage import cached_tokens, response_metrics, transfer_params, usage
 
 ROLE = '"delta":{"role":"assistant","content":""}'
 
@@ -72,6 +72,7 @@ async def answer(body: ChatBody, job: Job, streams: Sequence[OutputStream], *, c
         members["prompt_token_ids"] = list(job.prompts[0].token_ids)
     if body.prompt_logprobs is not None:
         members["prompt_logprobs"] = prompt_logprobs(choices[0].prompt_logprobs or (), tokens=ctx.token_texts)
+    members |= transfer_params([request.request_id for request in job.requests], ctx.resolved.engine.speculative)
     metrics = response_metrics(choices, job.level, max_nodes=ctx.max_nodes)
     return members if metrics is None else members | {"metrics": metrics}
 

@@ -21,7 +21,7 @@ from specdec.server.protocol import CompletionBody
 from specdec.server.sampling import completion_sampling, constraint_field
 from specdec.server.sse import encode
 from specdec.server.trace import draft_trace, wants_trace
-from specdec.server.usage import cached_tokens, response_metrics, usage
+from specdec.server.usage import cached_tokens, response_metrics, transfer_params, usage
 
 
 async def prepare(body: CompletionBody, ctx: ServerContext, *, tenant: str) -> Job:
@@ -63,6 +63,7 @@ async def complete(body: CompletionBody, job: Job, streams: Sequence[OutputStrea
             choices=candidates,
         ),
     }
+    answer |= transfer_params([request.request_id for request in job.requests], ctx.resolved.engine.speculative)
     metrics = response_metrics(candidates, job.level, max_nodes=ctx.max_nodes)
     return answer if metrics is None else answer | {"metrics": metrics}
 

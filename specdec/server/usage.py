@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from specdec.config.hidden_states import hidden_states_directory, hidden_states_path
+from specdec.config.method_configs import ExtractHiddenStatesConfig
+from specdec.config.speculative import SpeculativeConfig
 from specdec.engine.types import SpecDecodeRequestStats
 from specdec.server.generation import Collected
 from specdec.server.options import SpecMetricsLevel
@@ -31,6 +34,18 @@ def usage(
 def cached_tokens(choices: Sequence[Collected], *, per_prompt: int) -> int:
     """Return prompt tokens found in the cache, once per prompt: its later choices find what the first one left."""
     return sum(choice.num_cached_tokens for choice in choices[::per_prompt])
+
+
+def transfer_params(request_ids: Sequence[str], config: SpeculativeConfig | None) -> dict[str, Any]:
+    """Return the member that names the files of hidden states, as vLLM spells it, where the server writes some; else nothing.
+
+    One request: a path; several (n, or several prompts): a list of paths in the order of the choices. A file without a lock is whole.
+    """
+    if not isinstance(config, ExtractHiddenStatesConfig):
+        return {}
+    directory = hidden_states_directory(config.shared_storage_path)
+    paths = [str(hidden_states_path(directory, request_id)) for request_id in request_ids]
+    return {"kv_transfer_params": {"hidden_states_path": paths[0] if len(paths) == 1 else paths}}
 
 
 def response_metrics(choices: Sequence[Collected], level: SpecMetricsLevel, *, max_nodes: int) -> dict[str, Any] | None:
