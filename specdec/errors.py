@@ -39,5 +39,9 @@ class QueueFull(SpecdecError):
         self.retry_after_s = retry_after_s
 
 
+class EngineAsleep(SpecdecError):
+    """The engine sleeps or changes its weights: HTTP 503 with Retry-After. Requests are taken again when it is awake."""
+
+
 class EngineDeadError(SpecdecError):
     """The engine core stopped and cannot serve: HTTP 503, and /health turns red."""

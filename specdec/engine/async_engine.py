@@ -20,6 +20,7 @@ from typing import Any
 from specdec.engine.admission import with_bad_word_ids
 from specdec.engine.core import EngineCore
 from specdec.engine.delivery import Channel, Mailbox
+from specdec.engine.orders import Order, PauseMode, asleep
 from specdec.engine.possible import check_possible
 from specdec.engine.types import EngineOutput, EngineRequest
 from specdec.errors import EngineDeadError, QueueFull, RequestRejected, SpecdecError
@@ -86,6 +87,7 @@ class AsyncEngine:
         self._channels: dict[str, Channel] = {}
         self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
         self._drain_until_s: float | None = None  # set once by shutdown
+        self._order: Order | None = None  # from when it is given until it is done; nothing new is taken meanwhile
         self._error: EngineDeadError | None = None
         self._busy_since_s: float | None = None  # start of the running wait for a step; None while idle
         self._thread = threading.Thread(target=self._run, name="specdec-engine", daemon=True)
@@ -122,12 +124,15 @@ class AsyncEngine:
         Raises:
             RequestRejected: the request cannot be served as asked, or its id is in use.
             QueueFull: as many requests wait as the server allows.
+            EngineAsleep: the engine sleeps or changes its weights.
             EngineDeadError: the engine died or is shutting down.
         """
         self.core.check(request)
         loop = asyncio.get_running_loop()
         with self._condition:
             self._require_alive()
+            if self._order is not None or self.core.is_sleeping:
+                raise asleep()
             if request.request_id in self._channels:
                 raise RequestRejected(f"request_id {request.request_id!r} is in use", param="request_id", hint="send another id, or none")
             num_waiting = self.core.num_waiting + len(self._new)
@@ -146,6 +151,33 @@ class AsyncEngine:
             if request_id in self._channels:
                 self._aborts.append(request_id)
                 self._condition.notify()
+
+    async def sleep(self, *, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Give memory back, see EngineCore.sleep. Running requests end with EngineAsleep, or (mode "wait") come to their end first.
+
+        Raises:
+            RequestRejected: the level does not exist, or another order is being carried out.
+        """
+        await self._give(Order(work=lambda: self.core.sleep(level), mode=mode))
+
+    async def wake_up(self) -> None:
+        """Take requests again, see EngineCore.wake_up."""
+        await self._give(Order(work=self.core.wake_up, mode="wait"))
+
+    async def reload_weights(
+        self, weights_path: str | None = None, draft_weights_path: str | None = None, *, mode: PauseMode = "abort"
+    ) -> None:
+        """Read weights again and wake up, see EngineCore.reload_weights; running requests as in `sleep`."""
+        await self._give(Order(work=lambda: self.core.reload_weights(weights_path, draft_weights_path), mode=mode))
+
+    async def _give(self, order: Order) -> None:
+        with self._condition:
+            self._require_alive()
+            if self._order is not None:
+                raise RequestRejected("the engine carries out another order", hint="wait until sleep, wake_up or reload_weights is done")
+            self._order = order
+            self._condition.notify()
+        await asyncio.shield(asyncio.wrap_future(order.done))  # who leaves does not stop it half-way
 
     async def shutdown(self, *, drain_s: float = 30.0) -> None:
         """Refuse new requests, let running ones end within `drain_s` seconds, abort the rest, stop the thread."""
@@ -170,6 +202,16 @@ class AsyncEngine:
     def is_alive(self) -> bool:
         """False once the engine died or was shut down."""
         return self._error is None and self._thread.is_alive()
+
+    @property
+    def is_sleeping(self) -> bool:
+        """True while weights or caches are given back."""
+        return self.core.is_sleeping
+
+    @property
+    def takes_requests(self) -> bool:
+        """False while the engine sleeps, or is about to."""
+        return self._order is None and not self.core.is_sleeping
 
     @property
     def capacity(self) -> int:
@@ -207,10 +249,13 @@ class AsyncEngine:
     def _run(self) -> None:
         try:
             while self._take_commands():
+                self._obey()
                 if self.core.has_work:
                     self._deliver(self.core.step())
                     self._busy_since_s = time.monotonic()
             self._abort_all()
+            if self._order is not None:
+                self._order.end(EngineDeadError("the server is shutting down"))
         except BaseException as error:  # whatever ends this thread, no reader may wait for it
             logger.critical("the engine died in a step; requests: %s", self.core.describe_requests(), exc_info=True)
             message = f"the engine died: {type(error).__name__}: {error}"
@@ -219,7 +264,7 @@ class AsyncEngine:
     def _take_commands(self) -> bool:
         """Apply what arrived, sleeping while there is nothing to do. False: it is time to stop."""
         with self._condition:
-            while not self._new and not self._aborts and not self.core.has_work:
+            while not self._new and not self._aborts and self._order is None and not self.core.has_work:
                 self._busy_since_s = None
                 if self._drain_until_s is not None:
                     return False
@@ -236,6 +281,23 @@ class AsyncEngine:
                 self._end(channel, error)
         self._deliver(output for request_id in aborts if (output := self.core.abort(request_id)) is not None)
         return drain_until_s is None or time.monotonic() < drain_until_s
+
+    def _obey(self) -> None:
+        """Carry out the order that waits, as soon as no request runs."""
+        order = self._order
+        if order is None:
+            return
+        if order.mode == "abort":
+            for request_id, channel in list(self._channels.items()):
+                self.core.abort(request_id)
+                self._end(channel, asleep())
+        if self._channels:
+            return
+        self._busy_since_s = None  # reading weights may take longer than any step
+        error = order.run()
+        with self._condition:
+            self._order = None
+        order.end(error)
 
     def _deliver(self, outputs: Iterable[EngineOutput]) -> None:
         """Hand a step's outputs to their streams: one wake-up for each event loop."""
@@ -269,6 +331,8 @@ class AsyncEngine:
         with self._condition:
             self._error = self._error or error
             channels = list(self._channels.values())
+        if self._order is not None:
+            self._order.end(EngineDeadError(error.message, hint=error.hint))
         for channel in channels:
             self._end(channel, EngineDeadError(error.message, hint=error.hint))  # one each: readers raise them at the same time
         self._busy_since_s = None

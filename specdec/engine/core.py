@@ -30,7 +30,7 @@ from specdec.engine.output_processor import OutputProcessor
 from specdec.engine.token_table import vocabulary_of
 from specdec.engine.tokenizer import Tokenizer
 from specdec.engine.types import EngineOutput, EngineRequest
-from specdec.errors import EngineDeadError, RequestRejected
+from specdec.errors import EngineAsleep, EngineDeadError, RequestRejected
 from specdec.metrics.stats import EngineStats, IntervalLog, StepGauges
 from specdec.scheduler.output import ModelRunnerOutput, RequestOutput, SchedulerOutput
 from specdec.scheduler.policy import build_policy
@@ -39,6 +39,7 @@ from specdec.scheduler.scheduler import Scheduler
 from specdec.structured.compiler import GrammarCompiler
 
 _NOTHING = RequestOutput()
+SLEEP_LEVELS = (1, 2)
 
 
 class Runner(Protocol):
@@ -52,6 +53,22 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Free everything."""
+        ...
+
+
+class SleepingWeights(Protocol):
+    """Weights and caches that a worker can give back and read again; see worker/weights.py."""
+
+    def sleep(self, level: int, /) -> None:
+        """Give back caches (1), and weights too (2)."""
+        ...
+
+    def wake(self) -> None:
+        """Undo `sleep`."""
+        ...
+
+    def reload(self, path: str | None, draft_path: str | None, /) -> None:
+        """Read weights again, and wake."""
         ...
 
 
@@ -80,6 +97,7 @@ class EngineCore:
         self._executor = ThreadPoolExecutor(1, "specdec-worker") if resolved.engine.scheduler.async_scheduling else None
         self._in_flight: _InFlight | None = None
         self._failure: BaseException | None = None
+        self._sleep_level = 0  # 0: awake
 
     @classmethod
     def from_config(cls, resolved: ResolvedConfig) -> EngineCore:
@@ -107,9 +125,12 @@ class EngineCore:
         Raises:
             RequestRejected: it cannot be served as asked, or its id is in use.
             QueueFull: the waiting queue is at its limit.
+            EngineAsleep: weights or caches are given back.
             EngineDeadError: a step failed.
         """
         self._require_alive()
+        if self._sleep_level:
+            raise EngineAsleep("the engine sleeps", hint="wake it first")
         self.check(request)
         if request.request_id in self._processor:
             raise RequestRejected(f"request_id {request.request_id!r} is in use", param="request_id", hint="send another id, or none")
@@ -152,6 +173,46 @@ class EngineCore:
             raise
 
     @property
+    def is_sleeping(self) -> bool:
+        """True between `sleep` and `wake_up`."""
+        return self._sleep_level > 0
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back: level 1 the KV caches, level 2 the weights of target and drafter too. Cached prefixes are forgotten.
+
+        Raises:
+            RequestRejected: there is no such level, requests have not ended, or the worker has nothing to give back.
+        """
+        if level not in SLEEP_LEVELS:
+            raise RequestRejected(f"level is {level}, but it must be 1 (give KV caches back) or 2 (weights too)", param="level")
+        self._idle_weights().sleep(level)
+        self._scheduler.kv.reset_prefix_cache()
+        self._sleep_level = max(self._sleep_level, level)
+
+    def wake_up(self) -> None:
+        """Undo `sleep`; after level 2 the weights are read from where they came from last. Awake already: nothing happens.
+
+        Raises:
+            ConfigError: they cannot be read; the engine sleeps on.
+        """
+        if self._sleep_level:
+            self._idle_weights().wake()
+            self._sleep_level = 0
+
+    def reload_weights(self, weights_path: str | None = None, draft_weights_path: str | None = None) -> None:
+        """Read the weights of target and drafter again, from other checkpoints of the same models where paths are given, and wake up.
+
+        Texts that suffix drafting has learnt are kept: they are guesses, which the new weights verify.
+
+        Raises:
+            ConfigError: a checkpoint cannot be read or is of another model; nothing has changed then.
+            RequestRejected: as for `sleep`.
+        """
+        self._idle_weights().reload(weights_path, draft_weights_path)
+        self._scheduler.kv.reset_prefix_cache()
+        self._sleep_level = 0
+
+    @property
     def has_work(self) -> bool:
         """True while `step` has something to do, telling the worker of ended requests included."""
         return self._scheduler.has_work or self._scheduler.has_unsent_finishes or self._in_flight is not None
@@ -189,6 +250,19 @@ class EngineCore:
         if self._failure is None:
             self._failure = EngineDeadError("the engine was closed")
             self._runner.close()
+
+    def _idle_weights(self) -> SleepingWeights:
+        """The worker's weights, once it has heard of everything and runs nothing."""
+        self._require_alive()
+        count = len(self._scheduler.requests)
+        if count:
+            raise RequestRejected(f"{count} requests have not ended", hint="let them end, or abort them")
+        while self.has_work:
+            self.step()
+        weights: SleepingWeights | None = getattr(self._runner, "weights", None)
+        if weights is None:
+            raise RequestRejected("this worker cannot give its weights back", hint="use the engine's own worker")
+        return weights
 
     def _require_alive(self) -> None:
         if isinstance(self._failure, EngineDeadError):

@@ -143,6 +143,22 @@ class LLM:
             encoded.append((text, self.tokenizer.encode(text, add_special_tokens=False)))
         return self._run(encoded, _as_sampling(sampling_params, len(encoded)), show_progress=use_tqdm)
 
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of the KV caches back (level 1), and that of all weights too (level 2), until `wake_up`."""
+        self._core.sleep(level)
+
+    def wake_up(self) -> None:
+        """Be ready to generate again; after level 2 the weights are read again."""
+        self._core.wake_up()
+
+    def reload_weights(self, weights_path: str | None = None, draft_weights_path: str | None = None) -> None:
+        """Read the weights of target and drafter again, from other checkpoints of the same models where paths are given; wakes up.
+
+        Raises:
+            ConfigError: a checkpoint cannot be read or is of another model; nothing has changed then.
+        """
+        self._core.reload_weights(weights_path, draft_weights_path)
+
     def close(self) -> None:
         """Free the model. The object cannot generate afterwards."""
         self._core.close()

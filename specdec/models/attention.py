@@ -6,8 +6,11 @@ Letters: R requests, N query rows, B blocks per request.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -49,6 +52,34 @@ def _zeros(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.d
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * torch.empty(0, dtype=dtype).element_size()
     return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype).view(shape)
+
+
+def release_kv(kv: Sequence[KVPair]) -> None:
+    """Give the memory of caches from `allocate_kv` back to the system, keeping the tensors. What they held is lost; on a GPU they may
+    not be touched before `restore_kv`."""
+    for cache in (cache for pair in kv for cache in pair):
+        if cache.device.type != "cpu":
+            cache.untyped_storage().resize_(0)
+        elif not _drop_pages(cache):
+            cache.zero_()
+
+
+def restore_kv(kv: Sequence[KVPair]) -> None:
+    """Make caches usable after `release_kv`: zeroed, as they were first. A CPU takes the pages when blocks are written."""
+    for cache in (cache for pair in kv for cache in pair):
+        if cache.device.type != "cpu":
+            cache.untyped_storage().resize_(cache.numel() * cache.element_size())
+            cache.zero_()
+
+
+def _drop_pages(cache: torch.Tensor) -> bool:
+    """Punch out the pages of a shared anonymous mapping, so that they read as zeros again. False: this system cannot."""
+    if sys.platform != "linux":
+        return False
+    remove = 9  # MADV_REMOVE: other advice leaves the pages of a shared mapping in memory
+    libc = ctypes.CDLL(None, use_errno=True)
+    address, num_bytes = ctypes.c_void_p(cache.data_ptr()), ctypes.c_size_t(cache.numel() * cache.element_size())
+    return bool(libc.madvise(address, num_bytes, remove) == 0)
 
 
 def build_tree_mask(parents: list[list[int]], query_lens: list[int]) -> torch.Tensor:

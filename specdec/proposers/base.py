@@ -220,8 +220,11 @@ class Proposer(Protocol):
         """Undo `sleep`."""
         ...
 
-    def reload(self) -> None:
-        """Read the weights again after the target's changed."""
+    def reload(self, draft_path: str | None = None, /) -> None:
+        """Read the weights again after the target's changed; from draft_path, where one is given, from now on.
+
+        A path comes only to methods with a draft checkpoint. When it cannot be read, the weights stay what they were.
+        """
         ...
 
 
@@ -249,7 +252,7 @@ class BaseProposer:
     def wake(self) -> None:
         """Nothing to rebuild."""
 
-    def reload(self) -> None:
+    def reload(self, draft_path: str | None = None, /) -> None:
         """Nothing to read again."""
 
 

@@ -42,6 +42,7 @@ class DraftModelProposer(BaseProposer):
         assert resolved.draft_model_path is not None, "resolve() found the draft's checkpoint"
         self.traits: MethodTraits = resolved.traits
         self._resolved = resolved
+        self.draft_path: str = resolved.draft_model_path
         limits = (resolved.max_model_len, getattr(resolved.draft_hf_config, "max_position_embeddings", None), config.max_model_len)
         self.max_len = min(limit for limit in limits if limit is not None)
         self._draft_sample_method = config.draft_sample_method
@@ -100,16 +101,16 @@ class DraftModelProposer(BaseProposer):
         if self.model is None:
             self.model = self._load()
 
-    def reload(self) -> None:
-        """Read the draft's checkpoint again."""
-        self.model = self._load()
+    def reload(self, draft_path: str | None = None, /) -> None:
+        """Read the draft's checkpoint again, or another one of the same shapes."""
+        self.model = self._load(draft_path)
+        self.draft_path = draft_path or self.draft_path
 
-    def _load(self) -> TargetModel:
+    def _load(self, path: str | None = None) -> TargetModel:
         resolved = self._resolved
-        assert resolved.draft_model_path is not None
         dtype = getattr(torch, resolved.dtype)
         device = torch.device(resolved.device)
-        return load_model(resolved.draft_model_path, resolved.draft_hf_config, dtype=dtype, device=device, max_model_len=self.max_len)
+        return load_model(path or self.draft_path, resolved.draft_hf_config, dtype=dtype, device=device, max_model_len=self.max_len)
 
     def _model(self) -> TargetModel:
         assert self.model is not None, "the draft model sleeps; call wake() first"

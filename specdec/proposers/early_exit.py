@@ -41,6 +41,7 @@ class EarlyExitProposer(BaseProposer):
                 hint="drop model: the target's own norm and head are used",
             )
         self.traits: MethodTraits = resolved.traits
+        self._first: LlamaModel | None = None
         self.exit_layer: int = config.exit_layer
         self._draft_sample_method = config.draft_sample_method
         self.max_len = min(resolved.max_model_len, config.max_model_len or resolved.max_model_len)
@@ -54,9 +55,24 @@ class EarlyExitProposer(BaseProposer):
                 hint="use method `ngram` or `suffix`, which need nothing of the model",
             )
         self.rail, self.target = rail, target
-        self._first = copy.copy(target)  # shares all weights
-        self._first.layers = target.layers[: self.exit_layer]
         self._first_kv = rail.target_kv[: self.exit_layer]
+        self._borrow()
+
+    def sleep(self) -> None:
+        """Let go of the target's layers."""
+        self._first = None
+
+    def wake(self) -> None:
+        """Borrow the target's layers again."""
+        self._borrow()
+
+    def reload(self, draft_path: str | None = None, /) -> None:
+        """The target's layers are others now."""
+        self._borrow()
+
+    def _borrow(self) -> None:
+        self._first = copy.copy(self.target)  # shares all weights
+        self._first.layers = self.target.layers[: self.exit_layer]
 
     def propose(self, step: StepView) -> DraftBatch:
         """Feed each drafting request's anchor, then its drafts."""
@@ -78,5 +94,6 @@ class EarlyExitProposer(BaseProposer):
             stream = target.embed_tokens(input_ids)
             hidden, _ = target.fused.run(stream, rows.positions, kv, rows.meta, last=self.exit_layer)
         else:
+            assert self._first is not None, "early exit sleeps; call wake() first"
             hidden, _ = self._first.forward_eager(input_ids, rows.positions, self._first_kv, rows.meta)
         return target.compute_logits(hidden)

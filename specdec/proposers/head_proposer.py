@@ -62,6 +62,7 @@ class HeadProposer(BaseProposer, Generic[HeadT]):
         self._resolved, self._build = resolved, build
         self.max_len = min(resolved.max_model_len, config.max_model_len or resolved.max_model_len)
         self._draft_sample_method = config.draft_sample_method
+        self.draft_path: str = resolved.draft_model_path
         self.rail: DraftRail | None = None
         self.head: HeadT | None = self._load()
         self.vocabulary = DraftVocabulary(self.head.id_map)
@@ -92,13 +93,17 @@ class HeadProposer(BaseProposer, Generic[HeadT]):
         if self.head is None:
             self._take(self._load())
 
-    def reload(self) -> None:
-        """Read the head's checkpoint again."""
-        self._take(self._load())
+    def reload(self, draft_path: str | None = None, /) -> None:
+        """Read the head's checkpoint again, or another one of the same shapes."""
+        before, self.draft_path = self.draft_path, draft_path or self.draft_path
+        try:
+            self._take(self._load())
+        except BaseException:
+            self.draft_path = before
+            raise
 
     def _load(self) -> HeadT:
         resolved = self._resolved
-        assert resolved.draft_model_path is not None
         setting = HeadSetting(
             dtype=getattr(torch, resolved.dtype),
             device=torch.device(resolved.device),
@@ -107,7 +112,7 @@ class HeadProposer(BaseProposer, Generic[HeadT]):
             target_width=resolved.hf_config.get_text_config().hidden_size,
             vocab_size=resolved.vocab_size,
         )
-        with Checkpoint(resolved.draft_model_path) as checkpoint:
+        with Checkpoint(self.draft_path) as checkpoint:
             head = self._build(resolved.draft_hf_config, checkpoint, setting)
             checkpoint.finish()
         return head

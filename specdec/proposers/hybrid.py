@@ -113,10 +113,13 @@ class HybridProposer(BaseProposer):
         for source in self.sources:
             source.wake()
 
-    def reload(self) -> None:
-        """All sources read their weights again."""
+    def reload(self, draft_path: str | None = None, /) -> None:
+        """All sources read their weights again; a path is meant for the one that has a draft checkpoint."""
         for source in self.sources:
-            source.reload()
+            if draft_path is not None and hasattr(source, "draft_path"):
+                source.reload(draft_path)
+            else:
+                source.reload()
 
     def propose(self, step: StepView) -> DraftBatch:
         """Learn from the verification, ask the lookups, elect models where they promise more, and let everybody extend."""

@@ -28,16 +28,25 @@ from specdec.worker.post_update import commit_rows, commit_target_tokens, compac
 from specdec.worker.prompt_logprobs import prompt_logprobs
 from specdec.worker.request_state import RequestState, RowInfo
 from specdec.worker.sampler import Sampler
+from specdec.worker.weights import Weights
 
 
 class ModelRunner:
     """Runs steps against one target, one paged cache and at most one proposer."""
 
     def __init__(
-        self, model: TargetModel, kv: Sequence[KVPair], *, state: RequestState, sampler: Sampler, proposer: Proposer | None, block_size: int
+        self,
+        model: TargetModel,
+        kv: Sequence[KVPair],
+        *,
+        state: RequestState,
+        sampler: Sampler,
+        proposer: Proposer | None,
+        block_size: int,
+        weights: Weights | None = None,
     ) -> None:
         self.model, self.kv, self.state, self.sampler, self.proposer = model, kv, state, sampler, proposer
-        self.block_size = block_size
+        self.block_size, self.weights = block_size, weights
         self.num_blocks = kv[0][0].shape[0]
         self._taps: tuple[Tap, ...] = proposer.traits.taps if proposer else ()
 
@@ -92,7 +101,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Drop caches and weights' last references."""
-        self.kv = ()
+        self.kv, self.weights = (), None
 
     def _apply(self, plan: SchedulerOutput) -> None:
         """Bring the persistent rows up to the plan: free, admit, append blocks."""

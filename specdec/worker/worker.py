@@ -20,6 +20,7 @@ from specdec.worker.model_runner import ModelRunner, build_metadata_factory
 from specdec.worker.request_state import RequestState
 from specdec.worker.rules import verify_rule
 from specdec.worker.sampler import Sampler
+from specdec.worker.weights import Weights
 
 logger = logging.getLogger(__name__)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -50,9 +51,13 @@ def load_runner(resolved: ResolvedConfig, *, proposer: Proposer | None = None) -
         )
         rule = verify_rule(resolved.engine.speculative, max_nodes=proposer.traits.max_nodes if proposer else 0)
         sampler = Sampler(state, eos_token_ids=resolved.eos_token_ids, rule=rule)
+        own: list[KVPair] = []
         if proposer is not None:
-            proposer.bind(_rail(resolved, model, kv, sampler=sampler, num_blocks=num_blocks, need=need))
-    return ModelRunner(model, kv, state=state, sampler=sampler, proposer=proposer, block_size=block_size)
+            rail = _rail(resolved, model, kv, sampler=sampler, num_blocks=num_blocks, need=need)
+            own += rail.kv
+            proposer.bind(rail)
+    weights = Weights(resolved, model, [*kv, *own], proposer=proposer)
+    return ModelRunner(model, kv, state=state, sampler=sampler, proposer=proposer, block_size=block_size, weights=weights)
 
 
 @dataclass(frozen=True, slots=True)
