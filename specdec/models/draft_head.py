@@ -181,6 +181,8 @@ class HeadReader(_LayerReader):
 class FirstLayer:
     """A decoder layer whose attention input is made by its caller, and may be wider than the stream."""
 
+    input_norm: torch.Tensor | None = None
+
     def __init__(self, attention: Attention, *, gate_up: Linear, down: Linear, post_norm: torch.Tensor, eps: float) -> None:
         self.attention, self.gate_up, self.down, self.post_norm, self.eps = attention, gate_up, down, post_norm, eps
         self.ops = layer_ops(down.weight.device)

@@ -20,6 +20,7 @@ from specdec.models.attention import AttentionMetadata, KVPair
 from specdec.models.draft_head import HeadReader, HeadSetting, HeadStates, Lender, layer_bytes
 from specdec.models.draft_ids import read_id_map
 from specdec.models.linear import Linear
+from specdec.models.llama import fuse
 from specdec.models.loader import Checkpoint
 from specdec.models.rope import RotaryTable
 
@@ -47,12 +48,11 @@ class Eagle3Model:
         self.feature_norm = reader.own(f"{name}.hidden_norm.weight", (width,))
         self.rest = [reader.layer(index) for index in range(1, hf_config.num_hidden_layers)]
         self.final_norm = reader.own("norm.weight", (width,))
-        self.norms_residual = _flag(hf_config, "norm_before_residual", default=hasattr(hf_config, "speculators_model_type"))
+        self.norms_residual = _flag(hf_config, "norm_before_residual", default=_family(hf_config) == "eagle3")
         self.norms_output = _flag(hf_config, "norm_output")
         self.rotary = RotaryTable(hf_config, head_dim=self.shape.head_dim, max_positions=setting.max_model_len, device=setting.device)
-        if reader.has("mask_hidden"):
-            logger.warning("the draft head holds `mask_hidden` for drafting in one pass; it drafts step by step here and leaves it unused")
-            checkpoint.skip(f"{reader.base}mask_hidden")
+        self.fused = fuse([self.first, *self.rest], self.shape, self.rotary, final_norm=self.final_norm)
+        self._read_mask(reader, setting)
 
     def _read_features(self, reader: HeadReader, setting: HeadSetting) -> None:
         """Read what joins the target's states: norms on all of them together or on each, and a projection to the head's width."""
@@ -75,6 +75,12 @@ class Eagle3Model:
         self.fc: Linear | None = None
         if (getattr(config, "eagle_config", None) or {}).get("use_aux_hidden_state", True):
             self.fc = reader.linear([f"{reader.base}fc"], [self.shape.hidden_size], wide)
+
+    def _read_mask(self, reader: HeadReader, setting: HeadSetting) -> None:  # noqa: ARG002 (heads that draft in one pass read it)
+        """Leave what only a head that drafts in one pass needs."""
+        if reader.has("mask_hidden"):
+            logger.warning("the draft head holds `mask_hidden` for drafting in one pass; it drafts step by step here and leaves it unused")
+            reader.checkpoint.skip(f"{reader.base}mask_hidden")
 
     @property
     def num_layers(self) -> int:
@@ -110,11 +116,15 @@ class Eagle3Model:
         self, input_ids: torch.Tensor, features: torch.Tensor, positions: torch.Tensor, kv: Sequence[KVPair], meta: AttentionMetadata
     ) -> HeadStates:
         """The first layer attends over [normed token, normed feature]; the stream begins as the feature."""
-        cos, sin = self.rotary.cos[positions], self.rotary.sin[positions]  # [N, Dh/2]
         token = self.ops.rms_norm(self.tables.embed(input_ids), self.token_norm, self.shape.eps)
         feature = self.ops.rms_norm(features, self.feature_norm, self.shape.eps)
-        residual = feature if self.norms_residual else features
-        delta, residual = self.first(torch.cat((token, feature), dim=-1), residual, cos, sin, kv[0], meta)
+        residual, mixed = feature if self.norms_residual else features, torch.cat((token, feature), dim=-1)
+        if self.fused is not None and self.fused.fits(kv):
+            taps = () if self.norms_output else (self.num_layers,)
+            normed, tapped = self.fused.run(residual, positions, kv, meta, taps=taps, mixed=mixed)
+            return HeadStates(normed, normed if self.norms_output else tapped[self.num_layers])
+        cos, sin = self.rotary.cos[positions], self.rotary.sin[positions]  # [N, Dh/2]
+        delta, residual = self.first(mixed, residual, cos, sin, kv[0], meta)
         for index, layer in enumerate(self.rest, start=1):
             delta, residual = layer(delta, residual, cos, sin, kv[index], meta)
         normed, stream = self.ops.add_rms_norm(delta, residual, self.final_norm, self.shape.eps)
@@ -123,6 +133,10 @@ class Eagle3Model:
     def compute_logits(self, scored: torch.Tensor) -> torch.Tensor:
         """[L, H] -> [L, Vd] float32."""
         return self.tables.logits(scored)
+
+
+def _family(config: Any) -> str | None:
+    return getattr(config, "speculators_model_type", None)
 
 
 def _flag(config: Any, name: str, *, default: bool = False) -> bool:

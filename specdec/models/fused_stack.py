@@ -17,13 +17,14 @@ from specdec.kernels.cpu.amx_gemm import ROWS, can_pack, interleave, pack_weight
 from specdec.models.attention import AttentionMetadata, KVPair
 
 if TYPE_CHECKING:
+    from specdec.models.draft_head import FirstLayer
     from specdec.models.llama import DecoderLayer, LayerShape
     from specdec.models.rope import RotaryTable
 
 SCRATCH_BYTES = 32 * 1024 + 64 * 64 + 192  # packed queries, scores, running softmax state; values and outputs come on top
 
 
-def can_fuse(layers: Sequence[DecoderLayer], shape: LayerShape) -> bool:
+def can_fuse(layers: Sequence[DecoderLayer | FirstLayer], shape: LayerShape) -> bool:
     """True when every size fits whole tiles."""
     if shape.head_dim % 64 or shape.head_dim > 512 or shape.intermediate_size % 32:
         return False
@@ -36,7 +37,9 @@ def can_fuse(layers: Sequence[DecoderLayer], shape: LayerShape) -> bool:
 class FusedStack:
     """Runs layers over a float32 residual stream; the result is the normed stream in bf16."""
 
-    def __init__(self, layers: Sequence[DecoderLayer], shape: LayerShape, rotary: RotaryTable, *, final_norm: torch.Tensor | None) -> None:
+    def __init__(
+        self, layers: Sequence[DecoderLayer | FirstLayer], shape: LayerShape, rotary: RotaryTable, *, final_norm: torch.Tensor | None
+    ) -> None:
         self.shape, self.rotary = shape, rotary
         self._kept: list[torch.Tensor] = []  # owners of the addresses in the tables
         self._layers = np.zeros((len(layers), table.NUM_COLUMNS), dtype=np.int64)
@@ -63,14 +66,20 @@ class FusedStack:
         *,
         taps: Collection[Any] = (),
         last: int | None = None,
+        mixed: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[Any, torch.Tensor]]:
         """stream [N, H] -> (normed hidden [N, H] bf16, or the stream itself without a final norm; taps by layer number).
 
-        last: run only the first `last` layers (and still the final norm).
+        last: run only the first `last` layers (and still the final norm). mixed [N, W] bf16: what the first layer's QKV product reads,
+        for a first layer without an input norm.
         """
         num_rows = stream.shape[0]
         rows = self._buffers(num_rows)
         rows.residual[:num_rows] = stream
+        if mixed is not None:
+            padded = rows.mixed(mixed.shape[1])
+            padded[:num_rows] = mixed
+            self._layers[0][table.MIXED], self._layers[0][table.MIXED_WIDTH] = padded.data_ptr(), mixed.shape[1]
         self._bind(kv)
         num_layers = len(self._layers) if last is None else last
         tapped = {
@@ -126,14 +135,15 @@ class FusedStack:
         self._block_size = kv[0][0].shape[1]
         self._bound = kv
 
-    def _fill_layer(self, row: np.ndarray, layer: DecoderLayer) -> None:
+    def _fill_layer(self, row: np.ndarray, layer: DecoderLayer | FirstLayer) -> None:
         attention = layer.attention
         gate, up = layer.gate_up.weight.chunk(2)
         row[table.W_QKV] = self._keep(pack_weight(attention.qkv.weight)).data_ptr()
         row[table.W_OUT] = self._keep(pack_weight(attention.out.weight)).data_ptr()
         row[table.W_GATE_UP] = self._keep(pack_weight(interleave(gate, up))).data_ptr()
         row[table.W_DOWN] = self._keep(pack_weight(layer.down.weight)).data_ptr()
-        row[table.INPUT_NORM] = self._keep(layer.input_norm.float()).data_ptr()
+        if layer.input_norm is not None:  # else its input comes prepared
+            row[table.INPUT_NORM] = self._keep(layer.input_norm.float()).data_ptr()
         row[table.POST_NORM] = self._keep(layer.post_norm.float()).data_ptr()
         if attention.qkv.bias is not None:
             row[table.QKV_BIAS] = self._keep(attention.qkv.bias.float()).data_ptr()
@@ -153,6 +163,7 @@ class _RowBuffers:
 
     def __init__(self, shape: LayerShape, capacity: int, num_threads: int) -> None:
         self.capacity, self.num_threads = capacity, num_threads
+        self._mixed: torch.Tensor | None = None
         self.residual = torch.zeros(capacity, shape.hidden_size)
         self.normed = torch.zeros(capacity, shape.hidden_size, dtype=torch.bfloat16)
         self.qkv = torch.zeros(capacity, shape.q_size + 2 * shape.kv_size)
@@ -162,3 +173,9 @@ class _RowBuffers:
         self.arrivals = torch.zeros(8, dtype=torch.int64)  # a cache line of its own
         per_thread = SCRATCH_BYTES + (16 + table.CHUNK) * shape.head_dim * 4
         self.scratch = torch.zeros(num_threads, -(-per_thread // 4096) * 4096, dtype=torch.uint8)
+
+    def mixed(self, width: int) -> torch.Tensor:
+        """Rows [capacity, width] for a prepared input, made on first use."""
+        if self._mixed is None or self._mixed.shape[1] != width:
+            self._mixed = torch.zeros(self.capacity, width, dtype=torch.bfloat16)
+        return self._mixed

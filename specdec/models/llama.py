@@ -1,4 +1,4 @@
-"""LlamaModel: Llama, Mistral, Qwen2, Qwen3, SmolLM2/3 and close relatives, one lean forward over paged KV.
+"""LlamaModel: Llama, Mistral, Qwen2, Qwen3, MiMo, SmolLM2/3 and close relatives, one lean forward over paged KV.
 
 Owns: weights and arithmetic of the target. Must not know: requests, sampling, drafting.
 Letters: N query rows, H hidden, Hq/Hkv query and KV heads, Dh head dim, I MLP width, V vocabulary.
@@ -25,9 +25,12 @@ from specdec.models.mtp_names import is_mtp_tensor
 from specdec.models.rope import STATIC_ROPE_TYPES, RotaryTable, rope_parameters
 
 if TYPE_CHECKING:
+    from specdec.models.draft_head import FirstLayer
     from specdec.models.fused_stack import FusedStack
 
-ARCHITECTURES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM"})
+ARCHITECTURES = frozenset(
+    {"LlamaForCausalLM", "MiMoForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM"}
+)
 _BIASED_QKV = ("qwen2",)  # families whose code, not config, says so
 _NORMED_QK = ("qwen3",)
 _READS_ATTENTION_BIAS = ("llama", "qwen3", "smollm3")
@@ -223,7 +226,9 @@ class LlamaModel:
         return hidden, tapped
 
 
-def fuse(layers: Sequence[DecoderLayer], shape: LayerShape, rotary: RotaryTable, *, final_norm: torch.Tensor | None) -> FusedStack | None:
+def fuse(
+    layers: Sequence[DecoderLayer | FirstLayer], shape: LayerShape, rotary: RotaryTable, *, final_norm: torch.Tensor | None
+) -> FusedStack | None:
     """Return the compiled stack where this CPU can run it, else None."""
     if not layers or layers[0].down.weight.device.type != "cpu" or layers[0].down.weight.dtype is not torch.bfloat16:
         return None

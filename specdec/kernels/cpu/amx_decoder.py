@@ -49,9 +49,11 @@ FAST = {"contract", "nsz", "reassoc", "arcp"}  # no `nnan`, `ninf`: a broken row
 ) = range(36)  # fmt: skip
 
 # Columns of the layer table (int64). Zero means absent.
-(W_QKV, W_OUT, W_GATE_UP, W_DOWN, INPUT_NORM, POST_NORM, K_CACHE, V_CACHE, QKV_BIAS, Q_NORM, K_NORM, WINDOW, HAS_ROPE, TAP, NUM_COLUMNS) = (
-    range(15)
-)
+# MIXED: rows [M, MIXED_WIDTH] in bf16 that the QKV product reads in place of the normed stream (the first layer of a draft head).
+(
+    W_QKV, W_OUT, W_GATE_UP, W_DOWN, INPUT_NORM, POST_NORM, K_CACHE, V_CACHE, QKV_BIAS, Q_NORM, K_NORM, WINDOW, HAS_ROPE, TAP,
+    MIXED, MIXED_WIDTH, NUM_COLUMNS,
+) = range(17)  # fmt: skip
 
 _zero0, _zero1, _zero2, _zero3 = (tile_zero(i) for i in range(4))
 _load4, _load5, _load6 = tile_load(4), tile_load(5), tile_load(6)
@@ -357,12 +359,15 @@ def run_layer(a: np.ndarray, layer: np.ndarray, thread: int, scratch: int, eps: 
     num_threads, hidden, tiles = a[NUM_THREADS], a[HIDDEN], (a[NUM_ROWS] + ROWS - 1) // ROWS
     q_width = a[NUM_HEADS] * a[HEAD_DIM]
     qkv_width = q_width + 2 * a[NUM_KV_HEADS] * a[HEAD_DIM]
-    norm_rows(a, layer[INPUT_NORM], a[NORMED], thread, eps)
+    source, width = layer[MIXED], layer[MIXED_WIDTH]
+    if source == 0:
+        source, width = a[NORMED], hidden
+        norm_rows(a, layer[INPUT_NORM], source, thread, eps)
     if layer[TAP] != 0:
         copy_rows(a, layer[TAP], thread)
     wait_for_all(a)
     first, last = share(qkv_width // 16, thread, num_threads, 4)
-    gemm_blocks(a[NORMED], hidden * 2, layer[W_QKV], hidden // 32, first, last, a[QKV], qkv_width * 4, tiles, False)
+    gemm_blocks(source, width * 2, layer[W_QKV], width // 32, first, last, a[QKV], qkv_width * 4, tiles, False)
     wait_for_all(a)
     for row in range(thread, a[NUM_ROWS], num_threads):
         prepare_row(a, layer, row, eps)
