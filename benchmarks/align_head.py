@@ -2,8 +2,8 @@
 
     python benchmarks/align_head.py dspark specdec/assets/smollm2-135m-dspark
 
-A wrong alignment costs acceptance and no test of losslessness notices, so each exported head goes through this: the same weights with
-the layer ids of config.json moved by -2, -1, 0, +1, +2, on a few held-out chat prompts, greedy. Prints a table; exit code 1 when 0 is not best.
+A wrong alignment costs acceptance and no test of losslessness notices, so each exported head goes through this: the same weights with the
+layer ids of config.json moved by -2, -1, 0, +1, +2, on held-out chat prompts, greedy. Prints a table; exit code 1 when 0 is not best.
 """
 
 from __future__ import annotations
