@@ -264,7 +264,7 @@ REGISTRY: dict[str, str] = {
     "extract_hidden_states": "specdec.proposers.extract_hidden_states:ExtractHiddenStatesProposer",
     "draft_model": "specdec.proposers.parallel_draft:build_draft_model",
     "eagle": "specdec.proposers.eagle:EagleProposer",
-    "eagle3": "specdec.proposers.eagle:EagleProposer",
+    "eagle3": "specdec.proposers.parallel_head:build_eagle3",
     "mtp": "specdec.proposers.eagle:EagleProposer",
     "dflash": "specdec.proposers.block:BlockProposer",
     "dspark": "specdec.proposers.block:BlockProposer",

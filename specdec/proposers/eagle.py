@@ -11,12 +11,10 @@ blocks are hashed with one token past their end (`prefill_lookahead`), their las
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from specdec.config.method_configs import Eagle3Config
-from specdec.errors import ConfigError
 from specdec.models.draft_head import DraftHead
 from specdec.models.eagle import EagleModel
 from specdec.models.eagle3 import Eagle3Model
@@ -40,17 +38,11 @@ class EagleProposer(HeadProposer[DraftHead]):
     """Drafts with a head of the EAGLE family.
 
     Raises:
-        ConfigError: the head's checkpoint cannot be loaded, does not fit the target, or drafts in one pass.
+        ConfigError: the head's checkpoint cannot be loaded or does not fit the target.
     """
 
     def __init__(self, resolved: ResolvedConfig) -> None:
-        config: Any = resolved.engine.speculative
         assert resolved.traits is not None, "a proposer is built for a resolved method"
-        if isinstance(config, Eagle3Config) and config.parallel_drafting:
-            raise ConfigError(
-                "speculative_config.parallel_drafting is true, but heads that draft in one pass (P-EAGLE) are not built yet",
-                hint="choose an EAGLE-3 head, which drafts step by step",
-            )
         super().__init__(resolved, build=_HEADS[resolved.traits.method])
 
     def propose(self, step: StepView) -> DraftBatch:

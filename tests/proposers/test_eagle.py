@@ -12,7 +12,6 @@ from specdec.config.engine import ResolvedConfig
 from specdec.config.method_configs import Eagle3Config, NgramConfig
 from specdec.config.methods import DraftKV, traits_for
 from specdec.config.speculative import HybridConfig
-from specdec.errors import ConfigError
 from specdec.proposers.base import DraftSampling, build_proposer
 from specdec.proposers.draft_vocabulary import DraftVocabulary
 from specdec.proposers.eagle import EagleProposer
@@ -137,12 +136,6 @@ def test_memory_and_sleep(target_path: Path, heads: dict[str, Path]) -> None:
     proposer.reload()
     running.add(mixed_requests())
     assert running.finish().token_ids == plain(target_path, mixed_requests())
-
-
-def test_a_head_that_drafts_in_one_pass_is_refused(target_path: Path, heads: dict[str, Path]) -> None:
-    resolved = headed(target_path, heads["eagle3"], EAGLE3, 3, config={"parallel_drafting": True})
-    with pytest.raises(ConfigError, match="parallel_drafting is true"):
-        build_proposer(resolved)
 
 
 def test_drafts_end_at_the_configured_length(target_path: Path, heads: dict[str, Path]) -> None:
