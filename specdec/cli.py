@@ -153,6 +153,9 @@ def serve(
     reasoning_parser: Annotated[
         str | None, _opt("--reasoning-parser", group=SERVER, help="Tell <think> from content: qwen3 or deepseek_r1; none: all is content.")
     ] = None,
+    enable_sleep_mode: Annotated[
+        bool, _opt("--enable-sleep-mode", group=SERVER, help="Serve /sleep, /wake_up and /reload_weights; needs an API key.")
+    ] = False,
     ui: Annotated[bool, _opt("--ui/--no-ui", group=SERVER, help="Serve the playground at /.")] = True,
     request_timeout: Annotated[
         float | None, _opt("--request-timeout", group=SERVER, help="Seconds that a body, and then an answer, may take; none: no limit.")
@@ -233,6 +236,7 @@ def serve(
             tool_call_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,
             enable_auto_tool_choice=enable_auto_tool_choice,
+            enable_sleep_mode=enable_sleep_mode,
         ),
     )
 

@@ -30,6 +30,7 @@ from specdec.server.options import Lifecycle, ServerOptions
 from specdec.server.playground import assets, playground_router
 from specdec.server.routes import openai_router, probe_router, token_router
 from specdec.server.watchdog import Watchdog
+from specdec.server.weights import weights_router
 
 
 def create_app(engine: AsyncEngine, tokenizer: Tokenizer, resolved: ResolvedConfig, *, options: ServerOptions | None = None) -> FastAPI:
@@ -56,6 +57,8 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer, resolved: ResolvedConf
     counts = HttpCounts(resolved.served_model_name)
     for router in (openai_router(ctx), token_router(ctx), corpora_router(ctx), probe_router(ctx, _exporter(ctx, counts))):
         app.include_router(router)
+    if options.enable_sleep_mode:
+        app.include_router(weights_router(ctx))
     files = assets() if options.has_ui else {}
     if files:
         app.include_router(playground_router(ctx, files))

@@ -17,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from specdec.errors import EngineDeadError, QueueFull, RequestRejected, SpecdecError
+from specdec.errors import EngineAsleep, EngineDeadError, QueueFull, RequestRejected, SpecdecError
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +86,8 @@ def reply_for(error: Exception) -> ErrorReply:
             return ErrorReply(404, _text(error), INVALID, "response_id", "response_not_found")
         case QueueFull():
             return ErrorReply(429, _text(error), "rate_limit_error", None, "queue_full", {"Retry-After": str(error.retry_after_s)})
+        case EngineAsleep():
+            return ErrorReply(503, _text(error), "server_error", None, "asleep", {"Retry-After": "5"})
         case EngineDeadError():
             return ErrorReply(503, _text(error), "server_error", None, "engine_dead")
         case ServerDraining():

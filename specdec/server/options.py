@@ -25,6 +25,7 @@ class ServerOptions:
     request_timeout_s: a body must be in, and an answer out, within so long each; None: no limit. has_ui: serve the page at /.
     tool_call_parser, reasoning_parser: how the model writes calls ("auto": look at its chat template) and reasoning (None: it
     does not). enable_auto_tool_choice: the model may decide to call a tool.
+    enable_sleep_mode: serve /sleep, /wake_up, /is_sleeping and /reload_weights, to holders of a key.
 
     Raises:
         ConfigError: a value is outside its range.
@@ -41,6 +42,7 @@ class ServerOptions:
     tool_call_parser: str = "auto"
     reasoning_parser: str | None = None
     enable_auto_tool_choice: bool = True
+    enable_sleep_mode: bool = False
 
     def __post_init__(self) -> None:
         if self.max_body_bytes < 1024:
@@ -55,6 +57,11 @@ class ServerOptions:
             level = self.per_request_spec_decode_metrics
             raise ConfigError(f"per_request_spec_decode_metrics is {level!r}, but it must be 'none', 'summary' or 'detailed'")
         check_names(self.tool_call_parser, self.reasoning_parser)
+        if self.enable_sleep_mode and not self.api_keys:
+            raise ConfigError(
+                "enable_sleep_mode is on, but there is no API key, so that anybody could stop the server or make it read files",
+                hint="give an --api-key, or drop --enable-sleep-mode",
+            )
         if not all(self.api_keys):
             raise ConfigError("api_keys holds an empty key", hint="give each --api-key a value, or drop the flag to serve without keys")
 

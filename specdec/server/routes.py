@@ -119,8 +119,9 @@ def probe_router(ctx: ServerContext, exporter: Exporter) -> APIRouter:
 
     @router.get("/ready", response_model=None)
     async def ready() -> JSONResponse:
-        """200 while new requests are taken; 503 from the start of a drain on."""
+        """200 while new requests are taken; 503 from the start of a drain on, and while the engine sleeps."""
         fault = ctx.watchdog.fault() or ("the server is shutting down" if ctx.lifecycle.draining else None)
+        fault = fault or (None if ctx.engine.takes_requests else "the engine sleeps")
         return JSONResponse({"status": fault or "ready"}, status_code=503 if fault else 200)
 
     @router.get("/version")
