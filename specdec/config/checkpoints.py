@@ -16,6 +16,7 @@ from specdec.errors import ConfigError
 from specdec.models.source import TargetFiles, locate_target, locate_tokenizer, read_json
 
 _CHAT_END = "<|im_end|>"  # what the embedded model says at the end of a turn
+_SAME_LAYERS = {"mimo": "qwen2"}  # types that transformers does not know, whose layers are those of one that it does
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -102,7 +103,10 @@ def _auto_config(path: str, *, trust_remote_code: bool = False) -> Any:
     """Return transformers' configuration object of a directory."""
     import transformers
 
+    raw = read_json(Path(path) / "config.json")
     try:
+        if raw.get("model_type") in _SAME_LAYERS:
+            return transformers.AutoConfig.for_model(_SAME_LAYERS[raw["model_type"]], **_without_types(raw))
         return transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # unknown model types, bad values and missing code end here by many classes
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -113,9 +117,9 @@ def draft_hf_config(path: str, keys: Mapping[str, Any]) -> Any:
     """Return a configuration object for a drafter; types that transformers does not know become a plain one with the same keys."""
     import transformers
 
-    kept = {key: value for key, value in keys.items() if key not in ("model_type", "transformers_version")}
+    kept = _without_types(keys)
     try:
-        return transformers.AutoConfig.for_model(keys["model_type"], **kept)
+        return transformers.AutoConfig.for_model(_SAME_LAYERS.get(keys["model_type"], keys["model_type"]), **kept)
     except (KeyError, ValueError, TypeError):
         pass
     try:
@@ -125,6 +129,10 @@ def draft_hf_config(path: str, keys: Mapping[str, Any]) -> Any:
     except Exception as error:
         raise ConfigError(f"{path}/config.json cannot be read: {error}", hint="export the draft again") from None
     return plain
+
+
+def _without_types(keys: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in keys.items() if key not in ("model_type", "transformers_version", "auto_map")}
 
 
 def eos_token_ids(target: Target) -> tuple[int, ...]:

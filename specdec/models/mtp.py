@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from specdec.config.inference import mtp_depth
-from specdec.config.methods import FINAL_NORM, Tap
+from specdec.config.methods import Tap
 from specdec.errors import ConfigError
 from specdec.kernels.layer_ops import layer_ops
 from specdec.logging import get_logger
@@ -43,7 +43,7 @@ class MtpModel:
             raise ConfigError(
                 f"{checkpoint.path} holds no MTP module of a known family", hint="DeepSeek's, Qwen3-Next's and MiMo's names are known"
             )
-        self.names, width = names, int(hf_config.hidden_size)
+        self.names, self.tap, width = names, setting.taps[0], int(hf_config.hidden_size)
         reader = _ModuleReader(hf_config, checkpoint, setting, names)
         self.shape, self.ops = reader.shape, layer_ops(setting.device)
         self.token_norm, self.hidden_norm = reader.norm(names.token_norm, width), reader.norm(names.hidden_norm, width)
@@ -69,8 +69,8 @@ class MtpModel:
         self.tables.attach(target)
 
     def combine(self, taps: Mapping[Tap, torch.Tensor]) -> torch.Tensor:
-        """The target's normed last state is the feature [N, H]."""
-        return taps[FINAL_NORM]
+        """The target's last state is the feature [N, H]: normed, or for MiMo the stream before the norm."""
+        return taps[self.tap]
 
     def forward(
         self, input_ids: torch.Tensor, features: torch.Tensor, positions: torch.Tensor, kv: Sequence[KVPair], meta: AttentionMetadata

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from specdec.models.mask_token import mask_token_of
 from specdec.proposers.base import DraftBatch, StepView
 from specdec.proposers.chain import wanted_drafts
 from specdec.proposers.draft_model import DraftModelProposer
@@ -21,8 +22,6 @@ from specdec.proposers.paged import PagedRows, Span, committed_ids, paged_rows, 
 if TYPE_CHECKING:
     from specdec.config.engine import ResolvedConfig
 
-_MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
-
 
 def build_draft_model(resolved: ResolvedConfig) -> DraftModelProposer:
     """The draft model's proposer, step by step or in one pass, as asked."""
@@ -31,16 +30,15 @@ def build_draft_model(resolved: ResolvedConfig) -> DraftModelProposer:
 
 
 class ParallelDraftProposer(DraftModelProposer):
-    """Drafts a block in one pass. The checkpoint's config names the mask token; compatibility.py has seen to it.
+    """Drafts a block in one pass. The checkpoint's config names the mask token.
 
     Raises:
-        ConfigError: the draft's checkpoint cannot be loaded.
+        ConfigError: the draft's checkpoint cannot be loaded, or names no mask token in its vocabulary.
     """
 
     def __init__(self, resolved: ResolvedConfig) -> None:
         super().__init__(resolved)
-        keys = (getattr(resolved.draft_hf_config, key, None) for key in _MASK_KEYS)
-        self.mask_token_id = next(int(key) for key in keys if key is not None)
+        self.mask_token_id = mask_token_of(resolved.draft_hf_config, resolved.draft_hf_config.get_text_config().vocab_size)
 
     def propose(self, step: StepView) -> DraftBatch:
         """Feed what the draft has not read, the anchor and the masks, and draw from their rows."""

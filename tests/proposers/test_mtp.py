@@ -56,7 +56,8 @@ def with_module(
     weights |= more or {}
     save_file(load_file(out / "model.safetensors") | {k: v for k, v in weights.items() if k != drop}, out / "model.safetensors")
     config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": depth}))
+    kind = {"architectures": ["MiMoForCausalLM"]} if family == "mimo" else {}
+    (out / "config.json").write_text(json.dumps(config | kind | {"num_nextn_predict_layers": depth}))
     return out
 
 
@@ -82,13 +83,21 @@ class PlainModule:
 
     @torch.no_grad()
     def drafts(self, text: list[int], count: int) -> list[int]:
-        features = self.model.model(input_ids=torch.tensor([text[:-1]]), use_cache=False).last_hidden_state[0]
+        features = self.features(text[:-1])
         ids, found = text[1:], []
         for _ in range(count):
             normed = self.rows(torch.tensor(ids), features)
             found.append(int((normed[-1] @ self.model.lm_head.weight.T).argmax()))
             ids, features = [*ids, found[-1]], torch.cat([features, normed[-1:]])
         return found
+
+    def features(self, text: list[int]) -> torch.Tensor:
+        """The target's last state [T, H], normed but for MiMo, whose module reads the stream that the norm is given."""
+        streams: list[torch.Tensor] = []
+        hook = self.model.model.norm.register_forward_pre_hook(lambda _, args: streams.append(args[0][0]))
+        normed = self.model.model(input_ids=torch.tensor([text]), use_cache=False).last_hidden_state[0]
+        hook.remove()
+        return streams[0] if self.family == "mimo" else normed
 
     def rows(self, ids: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         """Row j: token of position j + 1 with the feature of position j."""
