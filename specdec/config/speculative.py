@@ -147,11 +147,11 @@ def default_speculative(model: str = "") -> SpeculativeConfig:
 
     Lookups in the text need no weights; where a head was trained for the target (see trained_heads.py), it drafts what they cannot.
     """
-    lookup = SuffixConfig(
-        num_speculative_tokens=12, suffix_decoding_max_spec_factor=2.0, suffix_decoding_min_token_prob=0.3, policy="adaptive"
-    )
+    settings: dict[str, Any] = {"num_speculative_tokens": 12, "suffix_decoding_max_spec_factor": 2.0, "suffix_decoding_min_token_prob": 0.3}
     head = trained_head(model)
-    return lookup if head is None else HybridConfig(sources=(lookup, head), policy="adaptive")
+    if head is None:
+        return SuffixConfig(**settings, policy="adaptive")
+    return HybridConfig(sources=(SuffixConfig(**settings), head), policy="adaptive")
 
 
 def parse_speculative(

@@ -14,7 +14,7 @@ import typer
 
 if TYPE_CHECKING:
     from specdec.tools.train_data import Report
-    from specdec.train.fit import FitOptions, Progress
+    from specdec.train.fit import Progress
     from specdec.train.run import TrainingRun
 
 train_app = typer.Typer(no_args_is_help=True, help="Train a draft head on text that the target wrote itself.")
@@ -148,10 +148,7 @@ def export(
     model: Model = None,
 ) -> None:
     """Write the trained head in the public format of its method, ready for --speculative-config."""
-    from specdec.train.fit import FitOptions
-
-    options: FitOptions = FitOptions()
-    _open_run(method, data, run_directory, model).export(out, options)
+    _open_run(method, data, run_directory, model).export(out)
     typer.echo(str(out))
 
 

@@ -72,6 +72,8 @@ class TrainingRun:
     def fit(self, options: FitOptions, show: Callable[[Progress], None]) -> None:
         """Train, or go on training."""
         documents = self.corpus.documents
+        self.directory.mkdir(parents=True, exist_ok=True)
+        (self.directory / "options.json").write_text(json.dumps(asdict(options)), encoding="utf-8")
         fit(
             self.head,
             documents("train"),
@@ -82,7 +84,7 @@ class TrainingRun:
             show=show,
         )
 
-    def export(self, out: Path, options: FitOptions) -> None:
+    def export(self, out: Path) -> None:
         """Write the averaged weights of the last checkpoint in the public format of the method, with where they come from.
 
         Raises:
@@ -97,7 +99,7 @@ class TrainingRun:
         maps = {"d2t": offsets_of(self.draft_ids), "t2d": mask_of(self.draft_ids, self.target.config.vocab_size)}
         save_atomically(head.tensors() | maps, out / "model.safetensors", metadata={"format": "pt"})
         (out / "config.json").write_text(json.dumps(head.config(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        provenance = self._provenance(int(state["step"]), options)
+        provenance = self._provenance(int(state["step"]))
         (out / "provenance.json").write_text(json.dumps(provenance, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     def _vocabulary(self, always: tuple[int, ...]) -> torch.Tensor:
@@ -111,7 +113,7 @@ class TrainingRun:
         save_atomically({"draft_ids": draft_ids}, path)
         return draft_ids
 
-    def _provenance(self, steps: int, options: FitOptions) -> dict[str, Any]:
+    def _provenance(self, steps: int) -> dict[str, Any]:
         shards = shard_paths(self.data)
         digest = hashlib.sha256(b"".join(hashlib.sha256(shard.read_bytes()).digest() for shard in shards)).hexdigest()
         log = (self.directory / "log.jsonl").read_text(encoding="utf-8").splitlines()
@@ -120,7 +122,7 @@ class TrainingRun:
         return {
             "method": self.method,
             "steps": steps,
-            "options": asdict(options),
+            "options": json.loads((self.directory / "options.json").read_text(encoding="utf-8")),
             "documents": len(counted),
             "tokens": sum(len(document.ids) - document.prompt_len for document in counted),
             "data_sha256": digest,

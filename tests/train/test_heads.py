@@ -157,7 +157,7 @@ def test_a_head_learns_serves_and_is_accepted(taught: Taught, tmp_path: Path, me
     head: Any = training.head
     hits, rows = head.accepted(collate(documents, max_len=48), taught.tables.head)
     assert hits[0] / rows[0] > 0.5  # of the texts it was taught
-    training.export(tmp_path / "head", OPTIONS)
+    training.export(tmp_path / "head")
     provenance = json.loads((tmp_path / "head" / "provenance.json").read_text())
     assert provenance["steps"] == OPTIONS.steps
     assert provenance["held_out_acceptance"] == list(measured[-1].acceptance)
@@ -230,7 +230,7 @@ def test_missing_data_and_bad_sizes_are_named(taught: Taught, tmp_path: Path) ->
             replace(OPTIONS, batch_size=4000), lambda _: None
         )
     with pytest.raises(ConfigError, match="no checkpoint"):
-        TrainingRun("dspark", data=taught.data, directory=tmp_path / "y", target=taught.tables).export(tmp_path / "z", OPTIONS)
+        TrainingRun("dspark", data=taught.data, directory=tmp_path / "y", target=taught.tables).export(tmp_path / "z")
 
 
 def test_the_most_frequent_ids_and_the_special_ones_are_drafted() -> None:
