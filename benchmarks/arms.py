@@ -34,12 +34,14 @@ class Arm:
     """One side of a comparison. serve_args None: a server that somebody else runs.
 
     program: another engine's command, which takes serve_args, --host and --port and answers /health; () is ours.
+    pid: of the process, while it was started here and runs.
     """
 
     label: str
     serve_args: tuple[str, ...] | None = None
     url: str = ""
     program: tuple[str, ...] = ()
+    pid: int | None = None
 
     def describe(self) -> str:
         """Return how to get this server."""
@@ -89,9 +91,11 @@ def _running(arm: Arm) -> Iterator[None]:
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=Path(__file__).resolve().parent.parent)
         try:
+            arm.pid = process.pid
             _wait_until_ready(arm, process, log)
             yield
         finally:
+            arm.pid = None
             process.terminate()
             try:
                 process.wait(STOP_LIMIT_S)

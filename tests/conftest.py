@@ -1,4 +1,4 @@
-"""Only the switches of the suite: --network, and skipping gpu tests where there is no CUDA device. Fixtures live beside their tests."""
+"""Only the switches of the suite: --network, --soak, and skipping gpu tests without a CUDA device. Fixtures live beside their tests."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--network", action="store_true", default=False, help="also run the tests marked network")
+    parser.addoption("--soak", action="store_true", default=False, help="also run the tests marked soak, which take minutes each")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--network"):
         _skip(items, "network", "needs the internet; run with --network")
+    if not config.getoption("--soak"):
+        _skip(items, "soak", "takes minutes; run with --soak")
     if any(item.get_closest_marker("gpu") for item in items) and not _has_cuda():
         _skip(items, "gpu", "needs a CUDA device")
 

@@ -1,0 +1,98 @@
+"""Requests of all sorts for a server under test, and what can be seen of its process from outside.
+
+Owns: bodies whose answers are fixed (greedy or seeded), and memory, files and gauges of a server. Must not know: loads or verdicts.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+WORDS = (
+    "the",
+    "of",
+    "river",
+    "stone",
+    "and",
+    "light",
+    "over",
+    "green",
+    "field",
+    "sea",
+    "bird",
+    "night",
+    "wind",
+    "road",
+    "to",
+    "from",
+    "old",
+    "no",
+)
+GAUGES = {
+    "kv_cache_usage": "specdec_kv_cache_usage_ratio",
+    "running": "specdec_num_requests_running",
+    "waiting": "specdec_num_requests_waiting",
+}
+
+
+def body_of(index: int, *, max_tokens: int) -> dict[str, Any]:
+    """Completion request number `index`: its text, sampling and length follow from the number, and so does its answer."""
+    rng = random.Random(index)
+    words = [rng.choice(WORDS) for _ in range(rng.randint(2, 6))]
+    body: dict[str, Any] = {
+        "prompt": " ".join([*words, *words[:2]]),
+        "max_tokens": rng.randint(max(max_tokens // 4, 1), max_tokens),
+        "temperature": rng.choice([0.0, 0.0, 0.7, 1.0]),
+        "seed": index,
+    }
+    extra: list[dict[str, Any]] = [
+        {},
+        {"top_p": 0.9},
+        {"top_k": 20, "min_p": 0.02},
+        {"stop": ["zq", "  "]},
+        {"logprobs": 2},
+        {"n": 2},
+        {"frequency_penalty": 0.5, "presence_penalty": 0.3},
+        {"ignore_eos": True},
+        {"min_tokens": 3},
+        {"logit_bias": {"5": 2.0}},
+    ]
+    return body | rng.choice(extra)
+
+
+def texts_of(answer: dict[str, Any]) -> list[str]:
+    """The texts of a whole answer, by choice."""
+    return [choice["text"] for choice in sorted(answer["choices"], key=lambda choice: int(choice["index"]))]
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessView:
+    """A process of this machine, seen through /proc."""
+
+    pid: int
+
+    def resident_bytes(self) -> int:
+        """Memory of its own and of shared mappings; files that it only reads do not count."""
+        text = Path(f"/proc/{self.pid}/status").read_text(encoding="utf-8")
+        return 1024 * sum(int(size) for _, size in re.findall(r"^Rss(Anon|Shmem):\s+(\d+)", text, re.MULTILINE))
+
+    def num_files(self) -> int:
+        """Open files, sockets among them."""
+        return sum(1 for _ in Path(f"/proc/{self.pid}/fd").iterdir())
+
+    def num_threads(self) -> int:
+        """Threads."""
+        return sum(1 for _ in Path(f"/proc/{self.pid}/task").iterdir())
+
+
+def gauges(url: str) -> dict[str, float]:
+    """What the server says that it holds: share of KV blocks, requests running and waiting, and requests not ended."""
+    text = httpx.get(url + "/metrics", timeout=60).text
+    found = {name: re.findall(rf"^{metric}(?:{{.*}})? (\S+)$", text, re.MULTILINE) for name, metric in GAUGES.items()}
+    values = {name: float(given[0]) for name, given in found.items()}
+    return values | {"unfinished": float(httpx.get(url + "/health", timeout=60).json()["num_unfinished_requests"])}
