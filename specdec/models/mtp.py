@@ -21,14 +21,14 @@ from specdec.models.attention import AttentionMetadata, KVPair
 from specdec.models.draft_head import HeadReader, HeadSetting, HeadStates, Lender, TokenTables
 from specdec.models.linear import Linear
 from specdec.models.loader import Checkpoint
-from specdec.models.mtp_names import MtpNames, names_of
+from specdec.models.mtp_names import MtpNames, count_modules, names_of
 from specdec.models.rope import RotaryTable
 
 logger = get_logger(__name__)
 
 
 class MtpModel:
-    """The first module of one checkpoint.
+    """One module of a checkpoint. index: which one, from 0; the tensors of others are left to their readers.
 
     Raises:
         ConfigError: there is no module, a tensor of it is missing or has another shape, or its layer is none of the served kind.
@@ -37,8 +37,8 @@ class MtpModel:
     id_map: torch.Tensor | None = None
     num_layers = 1
 
-    def __init__(self, hf_config: Any, checkpoint: Checkpoint, setting: HeadSetting) -> None:
-        names = names_of(checkpoint, hf_config.num_hidden_layers)
+    def __init__(self, hf_config: Any, checkpoint: Checkpoint, setting: HeadSetting, *, index: int = 0) -> None:
+        names = names_of(checkpoint, hf_config.num_hidden_layers, index=index)
         if names is None:
             raise ConfigError(
                 f"{checkpoint.path} holds no MTP module of a known family", hint="DeepSeek's, Qwen3-Next's and MiMo's names are known"
@@ -51,7 +51,6 @@ class MtpModel:
         self.layer, self.final_norm = reader.module_layer(), reader.norm(names.final_norm, width)
         self.tables = reader.module_tables()
         self.rotary = RotaryTable(hf_config, head_dim=self.shape.head_dim, max_positions=setting.max_model_len, device=setting.device)
-        _leave_the_rest(checkpoint, names, hf_config)
 
     @property
     def num_bytes(self) -> int:
@@ -124,17 +123,63 @@ class _ModuleReader(HeadReader):
         return TokenTables(embedding, None if head is None else Linear(head))
 
     def _own(self, name: str | None, shape: tuple[int, int]) -> torch.Tensor | None:
-        full = f"{self.names.outer}{name}.weight"
+        full = f"{self.names.outer if self.names.tables is None else self.names.tables}{name}.weight"
         return self.tensor(full, shape) if name is not None and full in self.checkpoint else None
 
 
-def _leave_the_rest(checkpoint: Checkpoint, names: MtpNames, hf_config: Any) -> None:
-    """The target's own tensors are read elsewhere; further modules are left, since the first one drafts again and again."""
-    inner = {names.outer, names.layer}
-    others = [name for name in checkpoint.names() if not any(name.startswith(prefix) for prefix in inner)]
-    if names.outer == "mtp.":
-        others += [name for name in checkpoint.names() if name.startswith("mtp.layers.") and not name.startswith(names.layer)]
-    checkpoint.skip(*others)
+class MtpModules:
+    """All modules of one checkpoint, each with a KV pair of its own.
+
+    Raises:
+        ConfigError: as MtpModel.
+    """
+
+    id_map: torch.Tensor | None = None
+
+    def __init__(self, hf_config: Any, checkpoint: Checkpoint, setting: HeadSetting) -> None:
+        count = count_modules(checkpoint, hf_config.num_hidden_layers)
+        self.modules = [MtpModel(hf_config, checkpoint, setting, index=index) for index in range(count)]
+        _leave_the_rest(checkpoint, self.modules)
+
+    @property
+    def num_layers(self) -> int:
+        """One for each module."""
+        return len(self.modules)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all weights of their own."""
+        return sum(module.num_bytes for module in self.modules)
+
+    def kv_shape(self) -> tuple[int, int]:
+        """(num_kv_heads, head_dim) of every module's layer."""
+        return self.modules[0].kv_shape()
+
+    def attach(self, target: Lender) -> None:
+        """Borrow the target's embedding and LM head where a module has none."""
+        for module in self.modules:
+            module.attach(target)
+
+
+def first_module(hf_config: Any, checkpoint: Checkpoint, setting: HeadSetting) -> MtpModel:
+    """The only module of a checkpoint, or the first where the others are no use.
+
+    Raises:
+        ConfigError: as MtpModel.
+    """
+    module = MtpModel(hf_config, checkpoint, setting)
     depth = mtp_depth(hf_config.to_dict()) or 1
-    if depth > 1:
-        logger.warning("the checkpoint has %d MTP modules; the first one drafts all tokens, the others are left unused", depth)
+    if module.names.outer == "mtp." and depth > 1:
+        checkpoint.skip(*(name for name in checkpoint.names() if name.startswith("mtp.layers.") and not name.startswith("mtp.layers.0.")))
+        logger.warning("the checkpoint has %d MTP modules behind one projection; the first one drafts all tokens", depth)
+    _leave_the_rest(checkpoint, [module])
+    return module
+
+
+def _leave_the_rest(checkpoint: Checkpoint, modules: Sequence[MtpModel]) -> None:
+    """The target's own tensors are read elsewhere. A checkpoint that holds modules alone must hold nothing else."""
+    names = modules[0].names
+    if names.tables is not None:
+        return
+    inner = tuple(prefix for module in modules for prefix in (module.names.outer, module.names.layer))
+    checkpoint.skip(*(name for name in checkpoint.names() if not name.startswith(inner)))

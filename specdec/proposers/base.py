@@ -265,7 +265,7 @@ REGISTRY: dict[str, str] = {
     "draft_model": "specdec.proposers.parallel_draft:build_draft_model",
     "eagle": "specdec.proposers.eagle:EagleProposer",
     "eagle3": "specdec.proposers.parallel_head:build_eagle3",
-    "mtp": "specdec.proposers.eagle:EagleProposer",
+    "mtp": "specdec.proposers.mtp_modules:build_mtp",
     "dflash": "specdec.proposers.block:BlockProposer",
     "dspark": "specdec.proposers.block:BlockProposer",
     "medusa": "specdec.proposers.hidden_head:HiddenHeadProposer",

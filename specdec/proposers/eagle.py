@@ -11,14 +11,16 @@ blocks are hashed with one token past their end (`prefill_lookahead`), their las
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specdec.models.draft_head import DraftHead
+from specdec.models.draft_head import DraftHead, HeadSetting
 from specdec.models.eagle import EagleModel
 from specdec.models.eagle3 import Eagle3Model
-from specdec.models.mtp import MtpModel
+from specdec.models.loader import Checkpoint
+from specdec.models.mtp import first_module
 from specdec.proposers.base import DraftBatch, StepView
 from specdec.proposers.chain import wanted_drafts
 from specdec.proposers.draft_sampling import ChainDraws
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
     from specdec.config.engine import ResolvedConfig
 
-_HEADS: dict[str, type[EagleModel] | type[Eagle3Model] | type[MtpModel]] = {"eagle": EagleModel, "eagle3": Eagle3Model, "mtp": MtpModel}
+_HEADS: dict[str, Callable[[Any, Checkpoint, HeadSetting], DraftHead]] = {"eagle": EagleModel, "eagle3": Eagle3Model, "mtp": first_module}
 
 
 class EagleProposer(HeadProposer[DraftHead]):

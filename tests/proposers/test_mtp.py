@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from specdec.config.method_configs import MtpConfig
 from specdec.config.methods import traits_for
 from specdec.errors import ConfigError
 from specdec.models.registry import load_model
-from specdec.proposers.base import DraftBatch, StepView
+from specdec.proposers.base import DraftBatch, StepView, build_proposer
 from specdec.proposers.eagle import EagleProposer
 from tests.law.scoring import judge
 from tests.models.eagle_reference import _norm, _rope
@@ -180,10 +181,13 @@ def test_the_target_is_read_as_if_the_module_were_not_there(target_path: Path, t
         assert plain(path, requests) == plain(target_path, requests)
 
 
-def test_further_modules_are_left_and_said(target_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    extra = {f"model.layers.3.{name}.weight": torch.zeros(shape) for name, shape in BLOCK.items()}
-    path = with_module(target_path, tmp_path / "two", "deepseek", more=extra, depth=2)
-    EagleProposer(drafting(path, 3))
+def test_further_layers_of_qwen3_next_are_left_and_said(
+    target_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("specdec"), "propagate", True)
+    extra = {f"mtp.layers.1.{name}.weight": torch.zeros(shape) for name, shape in BLOCK.items()}
+    path = with_module(target_path, tmp_path / "two", "qwen3_next", more=extra, depth=2)
+    assert isinstance(build_proposer(drafting(path, 4)), EagleProposer)
     assert "2 MTP modules" in caplog.text
 
 
