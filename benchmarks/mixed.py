@@ -77,9 +77,9 @@ class ProcessView:
     pid: int
 
     def resident_bytes(self) -> int:
-        """Memory of its own and of shared mappings; files that it only reads do not count."""
+        """Memory of its own. KV caches do not count: they are a mapping of fixed size, whose pages come as blocks are first used."""
         text = Path(f"/proc/{self.pid}/status").read_text(encoding="utf-8")
-        return 1024 * sum(int(size) for _, size in re.findall(r"^Rss(Anon|Shmem):\s+(\d+)", text, re.MULTILINE))
+        return 1024 * int(re.findall(r"^RssAnon:\s+(\d+)", text, re.MULTILINE)[0])
 
     def num_files(self) -> int:
         """Open files, sockets among them."""

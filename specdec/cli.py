@@ -156,6 +156,9 @@ def serve(
     enable_sleep_mode: Annotated[
         bool, _opt("--enable-sleep-mode", group=SERVER, help="Serve /sleep, /wake_up and /reload_weights; needs an API key.")
     ] = False,
+    otlp_traces_endpoint: Annotated[
+        str | None, _opt("--otlp-traces-endpoint", group=SERVER, help="URL to send OpenTelemetry traces to; needs specdec[otel].")
+    ] = None,
     ui: Annotated[bool, _opt("--ui/--no-ui", group=SERVER, help="Serve the playground at /.")] = True,
     request_timeout: Annotated[
         float | None, _opt("--request-timeout", group=SERVER, help="Seconds that a body, and then an answer, may take; none: no limit.")
@@ -237,6 +240,7 @@ def serve(
             reasoning_parser=reasoning_parser,
             enable_auto_tool_choice=enable_auto_tool_choice,
             enable_sleep_mode=enable_sleep_mode,
+            otlp_traces_endpoint=otlp_traces_endpoint,
         ),
     )
 

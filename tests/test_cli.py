@@ -143,7 +143,7 @@ def test_every_option_of_serve_reaches_its_field(started: list[Any]) -> None:
         "--async-scheduling --speculative-config.method ngram --spec-tokens 4 --spec-model m --host 0.0.0.0 --port 81 "
         "--api-key a --api-key b --cors-origin c --max-body-bytes 2048 --metrics-compat vllm --per-request-spec-decode-metrics detailed "
         "--drain-seconds 1 --log-level DEBUG --log-format json --uds u --ssl-certfile c --ssl-keyfile k --no-ui --request-timeout 9 "
-        "--stall-seconds 8 --enable-sleep-mode"
+        "--stall-seconds 8 --enable-sleep-mode --otlp-traces-endpoint http://o/v1/traces"
     )
     assert cli._run(argv.split()) == 0
     engine, speculation, listen, options = started[0]
@@ -167,6 +167,7 @@ def test_every_option_of_serve_reaches_its_field(started: list[Any]) -> None:
         request_timeout_s=9,
         has_ui=False,
         enable_sleep_mode=True,
+        otlp_traces_endpoint="http://o/v1/traces",
     )
 
 

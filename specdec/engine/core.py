@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from specdec.config.engine import ResolvedConfig
 from specdec.engine.admission import check_request, with_grammar, with_token_ids
-from specdec.engine.output_processor import OutputProcessor
+from specdec.engine.output_processor import OutputProcessor, Tracer
 from specdec.engine.token_table import vocabulary_of
 from specdec.engine.tokenizer import Tokenizer
 from specdec.engine.types import EngineOutput, EngineRequest
@@ -110,6 +110,10 @@ class EngineCore:
 
         tokenizer = Tokenizer.from_resolved(resolved)  # first: it fails fast
         return cls(resolved, load_runner(resolved), tokenizer=tokenizer)
+
+    def trace_with(self, tracer: Tracer) -> None:
+        """Tell `tracer` of every request that ends from now on."""
+        self._processor.tracer = tracer
 
     def check(self, request: EngineRequest) -> None:
         """Refuse what this model cannot serve; any thread may call it before `add_request`.

@@ -9,7 +9,7 @@ token by token: the token that completes one is the last that is kept, in ids, l
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from specdec.engine.detokenizer import Detokenizer, StopStrings
 from specdec.engine.tokenizer import Tokenizer
@@ -51,10 +51,19 @@ class Emitted:
     cut_at: int | None = None
 
 
+class Tracer(Protocol):
+    """Who is told of each request that ended; see metrics/tracing.py."""
+
+    def finished(self, request: EngineRequest, times: FinishedTimes, speculation: SpecDecodeRequestStats, /) -> None:
+        """Take note of it, quickly: a step waits."""
+        ...
+
+
 class OutputProcessor:
     """Turns commits into EngineOutputs. Single-threaded: only the engine thread calls it."""
 
     def __init__(self, tokenizer: Tokenizer, stats: EngineStats) -> None:
+        self.tracer: Tracer | None = None
         self._tokenizer = tokenizer
         self._stats = stats
         self._texts: dict[str, RequestText] = {}
@@ -184,18 +193,19 @@ class OutputProcessor:
 
     def _finish(self, request_id: str, reason: FinishReason, *, now_s: float) -> None:
         text = self._texts.pop(request_id)
-        self._stats.observe_finished(
-            FinishedTimes(
-                reason=reason,
-                num_prompt_tokens=len(text.request.prompt_token_ids),
-                num_output_tokens=text.num_output_tokens,
-                arrival_s=text.request.arrival_s,
-                scheduled_s=text.scheduled_s,
-                first_token_s=text.first_token_s,
-                last_token_s=text.last_token_s,
-                finished_s=now_s,
-            )
+        times = FinishedTimes(
+            reason=reason,
+            num_prompt_tokens=len(text.request.prompt_token_ids),
+            num_output_tokens=text.num_output_tokens,
+            arrival_s=text.request.arrival_s,
+            scheduled_s=text.scheduled_s,
+            first_token_s=text.first_token_s,
+            last_token_s=text.last_token_s,
+            finished_s=now_s,
         )
+        self._stats.observe_finished(times)
+        if self.tracer is not None:
+            self.tracer.finished(text.request, times, text.stats)
 
 
 def _store_prompt_logprobs(text: RequestText, result: RequestOutput, *, start: int) -> None:

@@ -18,7 +18,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class EngineRequest:
     """A tokenized request. arrival_s is time.monotonic(); 0 means when the engine takes it.
 
-    Lower priority values run first (policy "priority").
+    Lower priority values run first (policy "priority"). trace_parent: the caller's W3C traceparent, for exported traces.
     """
 
     request_id: str
@@ -28,6 +28,7 @@ class EngineRequest:
     priority: int = 0
     tenant: str = ""
     track_drafts: bool = False  # deliver per-step draft details (which tokens were accepted drafts, which were rejected)
+    trace_parent: str = ""
 
 
 @dataclass(slots=True)

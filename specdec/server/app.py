@@ -29,6 +29,7 @@ from specdec.server.logprobs import TokenTexts
 from specdec.server.options import Lifecycle, ServerOptions
 from specdec.server.playground import assets, playground_router
 from specdec.server.routes import openai_router, probe_router, token_router
+from specdec.server.trace_context import TraceContext
 from specdec.server.watchdog import Watchdog
 from specdec.server.weights import weights_router
 
@@ -78,6 +79,8 @@ def _formats(tokenizer: Tokenizer, resolved: ResolvedConfig, options: ServerOpti
 
 def _add_layers(app: FastAPI, options: ServerOptions, *, counts: HttpCounts, open_paths: Collection[str]) -> None:
     """The last one added is the outermost. CORS answers preflights, which bring no key; all that is answered is counted."""
+    if options.otlp_traces_endpoint is not None:
+        app.add_middleware(TraceContext)
     app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes, timeout_s=options.request_timeout_s)
     if options.api_keys:
         app.add_middleware(ApiKeys, keys=options.api_keys, open_paths=open_paths)

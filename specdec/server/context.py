@@ -29,6 +29,7 @@ from specdec.server.options import Lifecycle, ServerOptions, SpecMetricsLevel
 from specdec.server.protocol import ChatBody, ChatMessage, CompletionBody, GenerationBody
 from specdec.server.sampling import require_unicode
 from specdec.server.trace import wants_trace
+from specdec.server.trace_context import trace_parent
 from specdec.server.watchdog import Watchdog
 
 LONG_TEXT = 20_000  # characters; a longer prompt is tokenized on a thread, so that streams of others go on
@@ -178,6 +179,7 @@ def make_job(
             priority=body.priority or 0,
             tenant=tenant,
             track_drafts=wants_trace(body) or (level == "detailed" and num_requests == 1),
+            trace_parent=trace_parent(),
         )
         for index in range(num_requests)
     ]

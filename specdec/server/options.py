@@ -26,6 +26,7 @@ class ServerOptions:
     tool_call_parser, reasoning_parser: how the model writes calls ("auto": look at its chat template) and reasoning (None: it
     does not). enable_auto_tool_choice: the model may decide to call a tool.
     enable_sleep_mode: serve /sleep, /wake_up, /is_sleeping and /reload_weights, to holders of a key.
+    otlp_traces_endpoint: URL that traces of requests are sent to; None: none are made.
 
     Raises:
         ConfigError: a value is outside its range.
@@ -43,6 +44,7 @@ class ServerOptions:
     reasoning_parser: str | None = None
     enable_auto_tool_choice: bool = True
     enable_sleep_mode: bool = False
+    otlp_traces_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         if self.max_body_bytes < 1024:

@@ -15,6 +15,7 @@ from specdec.logging import configure, get_logger
 if TYPE_CHECKING:
     from specdec.config.engine import EngineConfig, ResolvedConfig
     from specdec.config.speculative import SpeculativeConfig
+    from specdec.metrics.tracing import RequestTracer
     from specdec.server.listen import Tls
     from specdec.server.options import ServerOptions
 
@@ -129,7 +130,11 @@ def _load_and_run(resolved: ResolvedConfig, *, options: ServerOptions, listen: L
     from specdec.server.serve import run_server
 
     tokenizer = Tokenizer.from_resolved(resolved)
-    engine = AsyncEngine(EngineCore.from_config(resolved))
+    tracer = _tracer(options, resolved)
+    core = EngineCore.from_config(resolved)
+    if tracer is not None:
+        core.trace_with(tracer)
+    engine = AsyncEngine(core)
     try:
         app = create_app(engine, tokenizer, resolved, options=options)
         keys = f"clients must send one of {len(options.api_keys)} API keys" if options.api_keys else "no API key is asked for"
@@ -137,3 +142,13 @@ def _load_and_run(resolved: ResolvedConfig, *, options: ServerOptions, listen: L
         run_server(app, sock=sock, drain_s=listen.drain_s, tls=tls)
     finally:
         engine.close()
+        if tracer is not None:
+            tracer.close()
+
+
+def _tracer(options: ServerOptions, resolved: ResolvedConfig) -> RequestTracer | None:
+    if options.otlp_traces_endpoint is None:
+        return None
+    from specdec.metrics.tracing import open_tracer
+
+    return open_tracer(options.otlp_traces_endpoint, model_name=resolved.served_model_name)
