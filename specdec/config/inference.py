@@ -23,7 +23,7 @@ MTP_ALIASES = frozenset((
 ))
 # fmt: on
 NAME_HINTS = (("eagle-", "eagle"), ("eagle3", "eagle3"), ("dflash", "dflash"), ("dspark", "dspark"))
-SPECULATORS_METHODS = {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dflash2": "dflash", "dspark": "dspark"}
+SPECULATORS_METHODS = {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dflash2": "dflash", "dspark": "dspark", "mtp": "mtp"}
 _ARCHITECTURE_MARKS = (  # first hit wins, on the lower-cased architecture
     ("dspark", "dspark"),
     ("dflash", "dflash"),

@@ -180,6 +180,7 @@ def _leave_the_rest(checkpoint: Checkpoint, modules: Sequence[MtpModel]) -> None
     """The target's own tensors are read elsewhere. A checkpoint that holds modules alone must hold nothing else."""
     names = modules[0].names
     if names.tables is not None:
+        checkpoint.skip("verifier_lm_head.weight")  # the target's own head, which some exports of speculators carry along
         return
     inner = tuple(prefix for module in modules for prefix in (module.names.outer, module.names.layer))
     checkpoint.skip(*(name for name in checkpoint.names() if not name.startswith(inner)))
