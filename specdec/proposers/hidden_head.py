@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specdec.config.methods import FINAL_NORM
+from specdec.errors import ConfigError
 from specdec.models.medusa import MedusaHeads
 from specdec.models.mlp_speculator import MlpSpeculator
 from specdec.proposers.base import DraftBatch, StepView
@@ -32,12 +33,16 @@ class HiddenHeadProposer(HeadProposer["MedusaHeads | MlpSpeculator"]):
     """Drafts with heads on the last hidden state.
 
     Raises:
-        ConfigError: the checkpoint cannot be loaded, or does not fit the target.
+        ConfigError: the checkpoint cannot be loaded, does not fit the target, or has fewer heads than drafts are asked for.
     """
 
     def __init__(self, resolved: ResolvedConfig) -> None:
         assert resolved.traits is not None, "a proposer is built for a resolved method"
         super().__init__(resolved, build=_HEADS[resolved.traits.method])
+        asked, heads = resolved.traits.max_nodes, self._awake().num_heads
+        if asked > heads:
+            message = f"speculative_config.num_speculative_tokens is {asked}, but the draft checkpoint has {heads} heads"
+            raise ConfigError(message, hint=f"use at most {heads}")
 
     def propose(self, step: StepView) -> DraftBatch:
         """Draft behind every request's newest state."""
@@ -45,7 +50,6 @@ class HiddenHeadProposer(HeadProposer["MedusaHeads | MlpSpeculator"]):
         wanted = wanted_drafts(
             step, [x.num_sampled for x in lengths], num_tokens=[x.num_computed + 1 for x in lengths], max_len=self.max_len
         )
-        wanted = {request: min(count, self._awake().num_heads) for request, count in wanted.items()}
         anchors = {request: lengths[request].num_computed for request in wanted}
         draws = ChainDraws(self.vocabulary.sampling(step.sampling), anchors, method=self._draft_sample_method)
         if wanted:
