@@ -114,7 +114,8 @@ def _mtp(draft: _Draft) -> MethodTraits:
     modules = min(int(draft.keys.get("num_nextn_predict_layers") or 1), draft.drafts)
     ahead = draft.drafts if modules > 1 else 1  # each further module reads one more token past the chunk
     taps: tuple[Tap, ...] = (FINAL_NORM,)
-    if "MiMoForCausalLM" in (draft.keys.get("architectures") or ()):  # its modules norm the stream themselves
+    is_mimo = "MiMoForCausalLM" in (draft.keys.get("architectures") or ())
+    if is_mimo or "speculators_model_type" in draft.keys:  # these are trained on the stream before the norm
         taps = (draft.num_target_layers or int(draft.keys["num_hidden_layers"]),)
     return draft.traits(lookahead=draft.drafts, prefill_lookahead=ahead, taps=taps, kv=DraftKV.OWN, runs_on="device")
 

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from specdec.config.checkpoints import draft_hf_config
 from specdec.config.compatibility import flatten
 from specdec.config.engine import CacheConfig, EngineConfig, ModelConfig, ResolvedConfig
-from specdec.config.methods import FINAL_NORM
 from specdec.config.resolve import resolve
 from specdec.config.speculative import build
 from specdec.errors import ConfigError
@@ -97,7 +96,7 @@ def write_module(path: Path, layer: dict[str, Any], more: dict[str, torch.Tensor
 
 
 def states(rows: int, width: int) -> torch.Tensor:
-    """The target's normed states of the fixture."""
+    """The target's last states of the fixture."""
     return pattern("states", (rows, width))
 
 
@@ -113,9 +112,7 @@ class Tables:
 
 def load(path: Path) -> MtpModel:
     keys = flatten(json.loads((path / "config.json").read_text()))
-    setting = HeadSetting(
-        dtype=torch.float32, device=torch.device("cpu"), max_model_len=64, taps=(FINAL_NORM,), target_width=8, vocab_size=11
-    )
+    setting = HeadSetting(dtype=torch.float32, device=torch.device("cpu"), max_model_len=64, taps=(2,), target_width=8, vocab_size=11)
     with Checkpoint(str(path)) as checkpoint:
         model = first_module(draft_hf_config(str(path), keys), checkpoint, setting)
         checkpoint.finish()
@@ -148,7 +145,11 @@ def engine_over(tmp_path: Path, module: Path, spec: dict[str, Any] | None = None
 def test_the_method_and_its_length_are_read_from_the_checkpoint_and_text_stays_the_same(tmp_path: Path) -> None:
     resolved = engine_over(tmp_path, write_module(tmp_path / "module", TINY))
     assert resolved.traits is not None
-    assert (resolved.traits.method, resolved.traits.max_nodes, resolved.traits.taps) == ("mtp", 3, (FINAL_NORM,))
+    assert (resolved.traits.method, resolved.traits.max_nodes, resolved.traits.taps) == (
+        "mtp",
+        3,
+        (2,),
+    )
     result = run(resolved, mixed_requests())
     assert result.token_ids == plain(tmp_path / "target", mixed_requests())
     assert result.num_drafted() > 100
