@@ -50,7 +50,7 @@ def read_target(model: ModelConfig) -> Target:
     _refuse_draft_as_target(model.model, raw)
     _check_sizes(files.model_path, raw)
     tokenizer_path = locate_tokenizer(model.tokenizer or files.tokenizer_path)
-    hf_config = _auto_config(files.model_path, trust_remote_code=model.trust_remote_code)
+    hf_config = auto_config(files.model_path, trust_remote_code=model.trust_remote_code)
     keys = hf_config.get_text_config().to_dict()
     if not keys.get("vocab_size"):
         raise ConfigError(f"model type {keys.get('model_type')!r} has no vocab_size", hint="serve a causal language model")
@@ -99,8 +99,12 @@ def _check_tokenizer_size(tokenizer: str, vocab_size: int) -> None:
         raise ConfigError(f"tokenizer {tokenizer} has {size} tokens, but the model's vocabulary is {vocab_size}", hint=hint)
 
 
-def _auto_config(path: str, *, trust_remote_code: bool = False) -> Any:
-    """Return transformers' configuration object of a directory."""
+def auto_config(path: str, *, trust_remote_code: bool = False) -> Any:
+    """Return transformers' configuration object of a directory.
+
+    Raises:
+        ConfigError: config.json is missing or cannot be read as any model's.
+    """
     import transformers
 
     raw = read_json(Path(path) / "config.json")

@@ -111,6 +111,11 @@ class _ModuleReader(HeadReader):
             raise ConfigError(
                 f"the MTP module at {self.names.layer}* has {kind}, but only grouped-query attention is served", hint="use another method"
             )
+        if len(self.checkpoint.take(f"{self.names.layer}self_attn.q_proj.weight")) == 2 * self.shape.q_size:
+            raise ConfigError(
+                f"the MTP module at {self.names.layer}* has gated attention, but only plain grouped-query attention is served",
+                hint="use another method",
+            )
         if f"{self.names.layer}mlp.gate_proj.weight" not in self.checkpoint:
             raise ConfigError(
                 f"the MTP module at {self.names.layer}* has a mixture of experts, but only dense MLPs are served", hint="use another method"

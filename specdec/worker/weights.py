@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from specdec.config.checkpoints import auto_config
 from specdec.config.engine import ResolvedConfig
 from specdec.errors import ConfigError
 from specdec.models.attention import KVPair, release_kv, restore_kv
@@ -133,13 +134,10 @@ def _draft_path_of(resolved: ResolvedConfig) -> str | None:
 
 
 def _check_target(path: str, resolved: ResolvedConfig) -> None:
-    import transformers
-
     try:
-        found = transformers.AutoConfig.from_pretrained(path, trust_remote_code=resolved.engine.model.trust_remote_code)
-    except Exception as error:  # bad values and unknown types end here by many classes
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"weights_path {path}: config.json cannot be read: {first}", hint="export the weights again") from None
+        found = auto_config(path, trust_remote_code=resolved.engine.model.trust_remote_code)
+    except ConfigError as error:
+        raise ConfigError(f"weights_path {path}: {error.message}", hint="export the weights again") from None
     known = resolved.hf_config.to_dict()
     _check_same("weights_path", path, known, dict.fromkeys(known) | found.to_dict())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,4 +128,14 @@ def test_modules_of_deepseek_v3_are_refused_by_what_they_are(tmp_path: Path) -> 
     save_file({f"{base}{name}.weight": torch.ones(sizes.get(name, (64,))) for name in names}, path / "model.safetensors")
     resolved = resolved_for(path, {"method": "mtp"})
     with pytest.raises(ConfigError, match=r"model\.layers\.2\.\* has latent attention"):
-        build_proposer(replace(resolved))
+        build_proposer(resolved)
+
+
+def test_modules_of_qwen3_5_are_refused_by_what_they_are(tmp_path: Path) -> None:
+    """Queries of its attention carry a gate, so that q_proj has twice the rows."""
+    path = Path(write_model(tmp_path / "Qwen3.5", {"mtp_num_hidden_layers": 1}))
+    norms = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
+    sizes = {"mtp.fc": (64, 128), "mtp.layers.0.self_attn.q_proj": (128, 64), "mtp.layers.0.mlp.gate_proj": (128, 64)}
+    save_file({f"{name}.weight": torch.ones(sizes.get(name, (64,))) for name in (*norms, *sizes)}, path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"mtp\.layers\.0\.\* has gated attention"):
+        build_proposer(resolved_for(path, {"method": "mtp"}))
