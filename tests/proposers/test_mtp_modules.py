@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specdec.config.engine import ResolvedConfig
+from specdec.config.engine import CacheConfig, EngineConfig, ModelConfig, ResolvedConfig
+from specdec.config.resolve import resolve
+from specdec.config.speculative import build
 from specdec.errors import ConfigError
 from specdec.proposers.base import DraftBatch, StepView, build_proposer
 from specdec.proposers.eagle import EagleProposer
+from specdec.proposers.hybrid import HybridProposer
 from specdec.proposers.mtp_modules import MtpModulesProposer
+from specdec.proposers.ngram import NgramProposer
 from specdec.sampling_params import SpeculationParams
+from tests.config.checkpoints import write_tokenizer
 from tests.law.scoring import judge
 from tests.proposers.scenarios import SCENARIOS, Scenario, check_lossless, drive
 from tests.proposers.test_mtp import BLOCK, PlainModule, drafting, with_module
-from tests.proposers.tiny import plain, prompts, request, run
+from tests.proposers.tiny import mixed_requests, plain, prompts, request, run
 
 MODULES = 3
 FIRST = {"deepseek": "model.layers.2.", "mimo": "model.mtp_layers.0."}
@@ -160,3 +166,31 @@ def test_a_damaged_module_is_named(target_path: Path, tmp_path: Path) -> None:
     save_file(weights | {"model.layers.4.surprise.weight": torch.ones(2)}, path / "model.safetensors")
     with pytest.raises(ConfigError, match=r"unexpected tensor `model\.layers\.4\.surprise"):
         build_proposer(drafting(path, 3))
+
+
+def test_in_a_hybrid_resolved_as_a_user_asks_for_it(targets: dict[str, Path], tmp_path: Path) -> None:
+    """Where the lookup drafts, the modules only extend: each of their drafts must still be that of the whole text."""
+    shutil.copytree(targets["deepseek"], path := tmp_path / "target")
+    write_tokenizer(path, ("<unk>", "<eos>", *(f"w{i}" for i in range(95))))
+    lookup = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    engine = EngineConfig(
+        model=ModelConfig(model=str(path), dtype="float32", max_model_len=96),
+        cache=CacheConfig(block_size=4, num_blocks=60),
+        speculative=build({"method": "hybrid", "sources": [lookup, {"method": "mtp"}]}),
+        device="cpu",
+    )
+    resolved = resolve(engine)
+    made: list[Recording] = []
+
+    def make(resolved: ResolvedConfig) -> HybridProposer:
+        made.append(Recording(resolved.sources[1]))
+        return HybridProposer(resolved, sources=[NgramProposer(resolved.sources[0]), made[0]])
+
+    requests = mixed_requests(max_tokens=40)
+    result = run(resolved, requests, make)
+    assert result.token_ids == plain(path, requests)
+    assert {name for stats in result.stats.values() for name in stats.by_source} == {"ngram", "mtp"}
+    reference = PlainModules(path, "deepseek")
+    seen = made[0].seen
+    assert len(seen) > 40
+    assert all(given == reference.drafts(text, len(given)) for text, given in seen[::5])
