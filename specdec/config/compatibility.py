@@ -85,7 +85,9 @@ def _check_depth(method: str, asked: int, depth: int | None, key: str, keys: Map
         return
     if method == "mtp" and asked % depth == 0:
         logger.warning(
-            "num_speculative_tokens %d runs the %d trained MTP layers again and again: later drafts are accepted less", asked, depth
+            "num_speculative_tokens %d exceeds the %d trained MTP layers: the last drafts again and again, and is accepted less",
+            asked,
+            depth,
         )
         return
     if method in ("mtp", "medusa", "mlp_speculator", "dflash", "dspark"):

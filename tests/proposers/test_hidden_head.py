@@ -105,6 +105,16 @@ def test_coupled_drafts_keep_seeded_tokens(target_path: Path, heads: dict[str, P
     check_lossless(target_path, SCENARIOS[1], traits=resolved.traits, build=lambda _: resolved)
 
 
+def test_medusa_under_its_own_rule_accepts_more(target_path: Path, heads: dict[str, Path]) -> None:
+    """Typical acceptance, the paper's, keeps drafts that the target finds likely enough; it changes the law and says so at start."""
+    requests = [request(f"t{i}", text, temperature=1.0, max_tokens=60) for i, text in enumerate(prompts(12, seed=3, longest=12))]
+    accepted = {}
+    for rule in ("standard", "typical"):
+        config = {"rejection_sample_method": rule}
+        accepted[rule] = run(headed(target_path, heads["medusa"], 3, config=config), requests).num_accepted()
+    assert accepted["typical"] > accepted["standard"]
+
+
 def test_in_a_hybrid(target_path: Path, heads: dict[str, Path]) -> None:
     scenario = SCENARIOS[2]
     lookup = NgramConfig(num_speculative_tokens=5, prompt_lookup_min=1, prompt_lookup_max=3)

@@ -143,6 +143,12 @@ def test_drawn_drafts_keep_the_law(targets: dict[str, Path], rule: str) -> None:
     assert result.num_accepted() > 0
 
 
+@pytest.mark.parametrize("drafts", [1, 3, 6])
+def test_coupled_drafts_keep_seeded_tokens(targets: dict[str, Path], drafts: int) -> None:
+    resolved = drafting(targets["mimo"], drafts, config={"draft_sample_method": "coupled"}, **SCENARIOS[1].settings)
+    check_lossless(targets["mimo"], SCENARIOS[1], traits=resolved.traits, build=lambda _: resolved)
+
+
 def test_one_draft_needs_one_module(targets: dict[str, Path]) -> None:
     assert isinstance(build_proposer(drafting(targets["deepseek"], 1)), EagleProposer)
     assert isinstance(build_proposer(drafting(targets["deepseek"], 3)), MtpModulesProposer)
