@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from specdec.train.batches import Batch
+from specdec.train.evaluation import NO_DRAFT
 from specdec.train.features import taps_of
 from specdec.train.layers import rms_norm, rope_table, rotate, silu_mlp
 from specdec.train.losses import Mix, draft_laws, linear_draft_loss
@@ -149,26 +150,18 @@ class DSparkTraining(nn.Module):
         return valid.flatten().nonzero()[:, 0], sequence * length + flat, slot, batch.ids[sequence, flat]
 
     @torch.no_grad()
-    def accepted(self, batch: Batch, full_head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """How often the first s + 1 drafts of a block are all the target's greedy tokens: (hits [G], blocks [G]) over greedy answers.
-
-        full_head [V, H]: the target's whole head, since a token outside the draft vocabulary counts as a miss.
-        """
-        best = (batch.hidden.to(self.dtype).flatten(0, 1) @ full_head.to(self.dtype).T).argmax(dim=-1).view(batch.ids.shape)
-        anchors = self.draw_anchors(batch)
-        states = self.blocks(batch, anchors, self.slots)
-        places = anchors[:, :, None] + torch.arange(self.slots)
-        inside = places + 1 < batch.ids.shape[1]
-        within = places.clamp(max=batch.ids.shape[1] - 1)
-        owned = batch.own.gather(1, (within + 1).clamp(max=batch.ids.shape[1] - 1).flatten(1)).view(places.shape) & inside
-        previous = batch.ids.gather(1, within.flatten(1)).view(places.shape)
-        embedded = F.embedding(previous, self.markov_first).to(self.dtype)
+    def drafts(self, batch: Batch) -> torch.Tensor:
+        """The most likely ids [B, T, G]; see evaluation.Drafter. Every place of an answer is an anchor once."""
+        found = torch.full((*batch.ids.shape, self.slots), NO_DRAFT)
+        length, begin = batch.ids.shape[1], int(batch.own.any(dim=0).long().argmax())
         head = torch.cat((self.lm_head, self.markov_second), dim=-1).to(self.dtype)
-        drafts = self.draft_ids[(torch.cat((states, embedded), dim=-1) @ head.T).argmax(dim=-1)]
-        right = (drafts == best.gather(1, within.flatten(1)).view(places.shape)) & inside
-        whole = owned.all(dim=2) & batch.greedy[:, None]
-        alive = right.long().cumprod(dim=2).bool() & whole[:, :, None]
-        return alive.sum(dim=(0, 1)), whole.sum().expand(self.slots)
+        for first in range(begin, length, ANCHORS):
+            anchors = torch.arange(first, min(first + ANCHORS, length))
+            states = self.blocks(batch, anchors.expand(len(batch.ids), -1), self.slots)
+            places = (anchors[:, None] + torch.arange(self.slots)).clamp(max=length - 1)  # what is drafted behind the text is not read
+            embedded = F.embedding(batch.ids[:, places], self.markov_first).to(self.dtype)
+            found[:, anchors] = self.draft_ids[(torch.cat((states, embedded), dim=-1) @ head.T).argmax(dim=-1)]
+        return found
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The weights under their public names, in bf16, without the vocabulary's maps."""

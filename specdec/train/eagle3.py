@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from specdec.train.batches import Batch
+from specdec.train.evaluation import NO_DRAFT
 from specdec.train.features import taps_of
 from specdec.train.layers import rms_norm, rope_table, rotate, silu_mlp
 from specdec.train.losses import draft_laws, linear_draft_loss
@@ -120,23 +121,13 @@ class Eagle3Training(nn.Module):
         return {name: getattr(self, name).to(self.dtype) for name in ("q", "k", "v", "o", "gate", "up", "down")}
 
     @torch.no_grad()
-    def accepted(self, batch: Batch, full_head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """How often the head's first s + 1 drafts are all the target's greedy tokens: (hits [S], rows [S]) over greedy answers.
-
-        full_head [V, H]: the target's whole head, since a token outside the draft vocabulary counts as a miss.
-        """
-        best = (batch.hidden.to(self.dtype).flatten(0, 1) @ full_head.to(self.dtype).T).argmax(dim=-1).view(batch.ids.shape)
-        owned = F.pad(batch.own[:, 1:], (0, 1)) & batch.greedy[:, None]
-        outputs = self.roll_out(batch)
-        rows = outputs[-1].shape[1]
-        alive = torch.ones(batch.ids.shape[0], rows, dtype=torch.bool)
-        valid = owned[:, len(outputs) :][:, :rows] & owned[:, :rows]  # the whole block is the target's own
-        hits = []
-        for step, output in enumerate(outputs):
-            drafts = self.draft_ids[(output[:, :rows] @ self.lm_head.to(self.dtype).T).argmax(dim=-1)]
-            alive &= drafts == best[:, step + 1 + self.shift :][:, :rows]
-            hits.append((alive & valid).sum())
-        return torch.stack(hits), valid.sum().expand(len(hits))
+    def drafts(self, batch: Batch) -> torch.Tensor:
+        """The most likely ids [B, T, S]; see evaluation.Drafter. Row j of a roll-out has read token j + 1, the last one known."""
+        found = torch.full((*batch.ids.shape, self.steps), NO_DRAFT)
+        head = self.lm_head.to(self.dtype)
+        for step, output in enumerate(self.roll_out(batch)):
+            found[:, 1 : 1 + output.shape[1], step] = self.draft_ids[(output @ head.T).argmax(dim=-1)]
+        return found
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The weights under their public names (SafeAILab's), in bf16, without the vocabulary's maps."""

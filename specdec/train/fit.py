@@ -17,10 +17,9 @@ import torch
 from torch import nn
 
 from specdec.errors import ConfigError
-from specdec.train.batches import Batch, batch_at, eval_batches
+from specdec.train.batches import Batch, batch_at
+from specdec.train.evaluation import serve_held_out
 from specdec.train.shards import Document
-
-MAX_EVAL_DOCUMENTS = 96
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +60,8 @@ class Trainee(Protocol):
         """Return (loss scalar, loss by position [S])."""
         ...
 
-    def accepted(self, batch: Batch, full_head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (blocks whose first s + 1 drafts are all the target's greedy tokens [S], blocks [S])."""
+    def drafts(self, batch: Batch) -> torch.Tensor:
+        """As evaluation.Drafter says."""
         ...
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -72,7 +71,7 @@ class Trainee(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """One step, for whoever shows it. acceptance: by position, on held-out answers, when this step measured it."""
+    """One step, for whoever shows it. acceptance: by position, of blocks of held-out answers, when this step measured it."""
 
     step: int
     loss: float
@@ -82,7 +81,7 @@ class Progress:
 
     @property
     def mean_length(self) -> float | None:
-        """Tokens a verify pass would emit, were all blocks of `acceptance` served."""
+        """Tokens that a verify pass would emit."""
         return None if self.acceptance is None else 1 + sum(self.acceptance)
 
 
@@ -91,7 +90,6 @@ def fit(
     train: Sequence[Document],
     held_out: Sequence[Document],
     *,
-    full_head: torch.Tensor,
     directory: Path,
     options: FitOptions,
     show: Callable[[Progress], None] = lambda _: None,
@@ -117,7 +115,7 @@ def fit(
         done = step + 1
         acceptance = None
         if done % options.eval_every == 0 or done == options.steps:
-            acceptance = evaluate(head, averaged, held_out, full_head, options)
+            acceptance = evaluate(head, averaged, held_out, options)
         progress = Progress(
             step=done, loss=loss, by_position=tuple(parts.tolist()), seconds=time.monotonic() - started, acceptance=acceptance
         )
@@ -160,20 +158,13 @@ def load_averaged(head: nn.Module, averaged: dict[str, torch.Tensor]) -> None:
         value.copy_(averaged[name])
 
 
-@torch.no_grad()
-def evaluate(
-    head: Any, averaged: dict[str, torch.Tensor], held_out: Sequence[Document], full_head: torch.Tensor, options: FitOptions
-) -> tuple[float, ...]:
-    """Share of blocks whose first s + 1 drafts are all right [S], with the averaged weights."""
+def evaluate(head: Any, averaged: dict[str, torch.Tensor], held_out: Sequence[Document], options: FitOptions) -> tuple[float, ...]:
+    """Share of served blocks whose first s + 1 drafts are all accepted [S], with the averaged weights; () without greedy answers."""
     last = {name: value.detach().clone() for name, value in head.named_parameters()}
     load_averaged(head, averaged)
-    greedy = [document for document in held_out if document.temperature == 0][:MAX_EVAL_DOCUMENTS]
-    hits, rows = torch.zeros(()), torch.zeros(())
-    for batch in eval_batches(greedy, batch_size=options.batch_size, max_len=options.max_len):
-        found, tested = head.accepted(batch, full_head)
-        hits, rows = hits + found, rows + tested
+    served = serve_held_out(head, held_out, batch_size=options.batch_size, max_len=options.max_len)
     load_averaged(head, last)
-    return tuple((hits / rows.clamp(min=1)).tolist()) if greedy else ()
+    return served.by_position if served else ()
 
 
 def checkpoint_path(directory: Path) -> Path:

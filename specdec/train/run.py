@@ -21,6 +21,7 @@ from specdec.models.loader import Checkpoint
 from specdec.train.draft_vocabulary import choose_draft_ids, count_ids, mask_of, offsets_of
 from specdec.train.dspark import DSparkTraining
 from specdec.train.eagle3 import Eagle3Training
+from specdec.train.evaluation import serve_held_out
 from specdec.train.fit import FitOptions, Progress, checkpoint_path, fit, load_averaged
 from specdec.train.shards import Corpus, save_atomically, shard_paths
 
@@ -74,15 +75,7 @@ class TrainingRun:
         documents = self.corpus.documents
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / "options.json").write_text(json.dumps(asdict(options)), encoding="utf-8")
-        fit(
-            self.head,
-            documents("train"),
-            documents("eval"),
-            full_head=self.target.head,
-            directory=self.directory,
-            options=options,
-            show=show,
-        )
+        fit(self.head, documents("train"), documents("eval"), directory=self.directory, options=options, show=show)
 
     def export(self, out: Path) -> None:
         """Write the averaged weights of the last checkpoint in the public format of the method, with where they come from.
@@ -98,6 +91,7 @@ class TrainingRun:
         head: Any = self.head
         maps = {"d2t": offsets_of(self.draft_ids), "t2d": mask_of(self.draft_ids, self.target.config.vocab_size)}
         save_atomically(head.tensors() | maps, out / "model.safetensors", metadata={"format": "pt"})
+        (out / "model.safetensors").chmod(0o644)  # the library writes it for its owner alone, but servers have users of their own
         (out / "config.json").write_text(json.dumps(head.config(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
         provenance = self._provenance(int(state["step"]))
         (out / "provenance.json").write_text(json.dumps(provenance, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -116,16 +110,17 @@ class TrainingRun:
     def _provenance(self, steps: int) -> dict[str, Any]:
         shards = shard_paths(self.data)
         digest = hashlib.sha256(b"".join(hashlib.sha256(shard.read_bytes()).digest() for shard in shards)).hexdigest()
-        log = (self.directory / "log.jsonl").read_text(encoding="utf-8").splitlines()
-        measured = [entry for entry in map(json.loads, log) if entry["acceptance"]]
+        options = json.loads((self.directory / "options.json").read_text(encoding="utf-8"))
+        head: Any = self.head
+        served = serve_held_out(head, self.corpus.documents("eval"), batch_size=options["batch_size"], max_len=options["max_len"])
         counted = self.corpus.documents("train")
         return {
             "method": self.method,
             "steps": steps,
-            "options": json.loads((self.directory / "options.json").read_text(encoding="utf-8")),
+            "options": options,
             "documents": len(counted),
             "tokens": sum(len(document.ids) - document.prompt_len for document in counted),
             "data_sha256": digest,
             "written_by": "the target itself, answering prompts it was given or wrote itself; see docs/guides/train-a-head.md",
-            "held_out_acceptance": measured[-1]["acceptance"] if measured else None,
+            "held_out_acceptance": served.by_position if served else None,
         }

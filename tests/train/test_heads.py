@@ -16,6 +16,7 @@ from specdec.train.batches import collate
 from specdec.train.draft_vocabulary import choose_draft_ids
 from specdec.train.dspark import DSparkTraining
 from specdec.train.eagle3 import Eagle3Training
+from specdec.train.evaluation import accepted_lengths, serve_held_out, walk
 from specdec.train.features import make_features
 from specdec.train.fit import FitOptions, Progress, fit
 from specdec.train.losses import Mix, draft_laws, linear_draft_loss
@@ -151,17 +152,18 @@ def test_a_head_learns_serves_and_is_accepted(taught: Taught, tmp_path: Path, me
     shown: list[Progress] = []
     training.fit(OPTIONS, shown.append)
     measured = [progress for progress in shown if progress.acceptance]
-    assert measured[-1].mean_length is not None
     assert measured[-1].acceptance is not None
     documents = list(Corpus(taught.data, features=True).documents("train"))
     head: Any = training.head
-    hits, rows = head.accepted(collate(documents, max_len=48), taught.tables.head)
-    assert hits[0] / rows[0] > 0.5  # of the texts it was taught
+    taught_it = serve_held_out(head, documents, batch_size=8, max_len=48)
+    assert taught_it is not None
+    assert taught_it.by_position[0] > 0.3  # of the texts it was taught
     training.export(tmp_path / "head")
     provenance = json.loads((tmp_path / "head" / "provenance.json").read_text())
     assert provenance["steps"] == OPTIONS.steps
     assert provenance["held_out_acceptance"] == list(measured[-1].acceptance)
     stored = load_file(tmp_path / "head" / "model.safetensors")
+    assert (tmp_path / "head" / "model.safetensors").stat().st_mode & 0o044 == 0o044
     assert all(tensor.dtype in (torch.bfloat16, torch.int64, torch.bool) for tensor in stored.values())
     requests = [request(f"r{i}", document.ids[:6].tolist(), temperature=0.0, max_tokens=30) for i, document in enumerate(documents[:8])]
     if method == "dspark":
@@ -173,6 +175,44 @@ def test_a_head_learns_serves_and_is_accepted(taught: Taught, tmp_path: Path, me
     assert result.num_accepted() / result.num_drafted() > 0.15
 
 
+@pytest.mark.parametrize("method", ["eagle3", "dspark"])
+def test_what_evaluation_counts_is_what_the_engine_counts(taught: Taught, tmp_path: Path, method: str) -> None:
+    """The same head on the same answers: as many drafts accepted, position by position, as when it is served."""
+    training = TrainingRun(method, data=taught.data, directory=tmp_path / "run", target=taught.tables)
+    head: Any = training.head
+    training.fit(replace(OPTIONS, steps=40), lambda _: None)
+    head.dtype = torch.float32  # as the engine computes here
+    head.embedding = head.embedding.float()
+    documents = [replace(d, ids=d.ids[:40]) for d in Corpus(taught.data, features=True).documents("train")[:12]]
+    counted = serve_held_out(head, documents, batch_size=5, max_len=48)
+    assert counted is not None
+    stored = save(head, tmp_path / "head")
+    requests = [
+        request(f"r{i}", d.ids[: d.prompt_len].tolist(), temperature=0.0, max_tokens=40 - d.prompt_len) for i, d in enumerate(documents)
+    ]
+    count = len(counted.by_position)
+    resolved = block_headed(taught.target, stored, count) if method == "dspark" else eagle_headed(taught.target, stored, EAGLE, count)
+    result = run(resolved, requests)
+    assert list(result.token_ids.values()) == [d.ids[d.prompt_len :].tolist() for d in documents]
+    accepted = counted.num_blocks * sum(counted.by_position)
+    assert result.num_accepted() == pytest.approx(accepted, abs=1)  # features on disk are bf16
+
+
+def test_blocks_begin_behind_the_block_before_and_end_with_the_answer() -> None:
+    ids = torch.tensor([[9, 9, 1, 2, 3, 4, 5, 6]])
+    own = torch.arange(8) >= 2
+    drafts = torch.full((1, 8, 2), -1)
+    drafts[0, 2] = torch.tensor([2, 3])  # both right: the next block begins at token 5, which the target wrote
+    drafts[0, 3] = torch.tensor([3, 4])  # right too, but never asked for
+    drafts[0, 5] = torch.tensor([7, 6])  # right only behind a wrong one
+    drafts[0, 6] = torch.tensor([6, 7])  # no block begins where one token is left, and what is behind the end is never right
+    lengths = accepted_lengths(drafts, ids)
+    assert lengths[0].tolist() == [0, 0, 2, 2, 0, 0, 1, 0]
+    assert walk(lengths[0], own) == [2, 0]
+    assert walk(torch.full((8,), 4), own) == [4]
+    assert walk(lengths[0], own & False) == []
+
+
 def test_an_eagle3_head_trained_one_place_off_learns_less(taught: Taught, tmp_path: Path) -> None:
     corpus, lengths = Corpus(taught.data, features=True), {}
     for shift in (-1, 0, 1):
@@ -180,10 +220,10 @@ def test_an_eagle3_head_trained_one_place_off_learns_less(taught: Taught, tmp_pa
         tables = taught.tables
         head = Eagle3Training(tables.config, embedding=tables.embedding, head=tables.head, draft_ids=torch.arange(97), steps=2, shift=shift)
         options = replace(OPTIONS, steps=40)
-        fit(head, corpus.documents("train"), (), full_head=tables.head, directory=tmp_path / str(shift), options=options)
-        head.shift = 0  # drafts are always judged as they are served
-        hits, rows = head.accepted(collate(list(corpus.documents("train")[:20]), max_len=48), tables.head)
-        lengths[shift] = float(hits[0] / rows[0])
+        fit(head, corpus.documents("train"), (), directory=tmp_path / str(shift), options=options)
+        served = serve_held_out(head, corpus.documents("train")[:20], batch_size=8, max_len=48)
+        assert served is not None
+        lengths[shift] = served.by_position[0]
     assert lengths[0] > lengths[-1] + 0.05
     assert lengths[0] > lengths[1] + 0.05
 
