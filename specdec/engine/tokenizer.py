@@ -67,6 +67,18 @@ class Tokenizer:
             ) from error
         return cls(hf_tokenizer, eos_token_ids=eos_token_ids)
 
+    @cached_property
+    def max_chars_per_token(self) -> int | None:
+        """Most characters that one token can stand for; None where there is no such bound, as unknown characters may melt into one."""
+        from tokenizers import decoders, models
+
+        if not isinstance(self.backend.model, models.BPE) or not isinstance(self.backend.decoder, decoders.ByteLevel):
+            return None
+        if any(token.lstrip or token.rstrip for token in self.backend.get_added_tokens_decoder().values()):
+            return None  # such a token swallows the spaces beside it
+        longest = max(map(len, self.backend.get_vocab()))
+        return longest if self.backend.normalizer is None else 4 * longest  # composed characters are fewer than those sent
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the ids of `text`, with the model's own opening tokens unless told otherwise."""
         # not hf.encode: that rewrites truncation settings, which fails while another thread encodes

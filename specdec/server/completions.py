@@ -15,7 +15,7 @@ from specdec.scheduler.output import TokenLogprobs
 from specdec.server import admission
 from specdec.server.chunks import ChunkWriter, Ending
 from specdec.server.context import Job, ServerContext, completion_prompts, make_job, num_choices
-from specdec.server.generation import Collected, collect, merged
+from specdec.server.generation import Collected, collect, merged, require_capacity
 from specdec.server.logprobs import completion_logprobs, prompt_logprobs
 from specdec.server.protocol import CompletionBody
 from specdec.server.sampling import completion_sampling, constraint_field
@@ -30,13 +30,14 @@ async def prepare(body: CompletionBody, ctx: ServerContext, *, tenant: str) -> J
     Raises:
         RequestRejected: it cannot be served exactly as asked.
     """
-    prompts = await completion_prompts(body, ctx.tokenizer)
+    per_prompt = max(num_choices(body.n), body.best_of or 1)
+    prompts = await completion_prompts(body, ctx)
+    require_capacity(ctx.engine, len(prompts) * per_prompt)
     samplings = []
     for prompt in prompts:
         sampling = completion_sampling(body, num_prompt_tokens=len(prompt.token_ids), max_model_len=ctx.resolved.max_model_len)
         admission.check(sampling, ctx.resolved, priority=body.priority or 0)
         samplings.append(await ctx.engine.with_grammar(sampling, field=constraint_field(body)))
-    per_prompt = max(num_choices(body.n), body.best_of or 1)
     return make_job("cmpl", body, prompts, samplings=samplings, per_prompt=per_prompt, ctx=ctx, tenant=tenant)
 
 

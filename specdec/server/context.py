@@ -23,8 +23,9 @@ from specdec.sampling_params import SamplingParams
 from specdec.server.answers.formats import AnswerFormats
 from specdec.server.answers.reader import PLAIN, AnswerPlan
 from specdec.server.answers.tools import told_in_messages
+from specdec.server.generation import require_capacity
 from specdec.server.logprobs import TokenTexts
-from specdec.server.openai_errors import ModelNotFound
+from specdec.server.openai_errors import ContextLengthExceeded, ModelNotFound
 from specdec.server.options import Lifecycle, ServerOptions, SpecMetricsLevel
 from specdec.server.protocol import ChatBody, ChatMessage, CompletionBody, GenerationBody
 from specdec.server.sampling import require_unicode
@@ -94,14 +95,41 @@ class Job:
         return self.prompts[index // self.per_prompt]
 
 
-async def completion_prompts(body: CompletionBody, tokenizer: Tokenizer) -> tuple[Prompt, ...]:
-    """Return the prompts of a completion body; add_special_tokens False leaves the model's opening tokens out."""
-    raw = body.prompt
+async def completion_prompts(body: CompletionBody, ctx: ServerContext) -> tuple[Prompt, ...]:
+    """Return the prompts of a completion body; add_special_tokens False leaves the model's opening tokens out.
+
+    Raises:
+        RequestRejected: a text is no Unicode or far too long, or there are more prompts than the engine ever holds.
+    """
+    raw, tokenizer = body.prompt, ctx.tokenizer
     items: Sequence[str | list[int] | int] = [raw] if isinstance(raw, str) else raw
     if isinstance(items[0], int):
         return (Prompt(tuple(token_id for token_id in items if isinstance(token_id, int))),)
     special = body.add_special_tokens is not False
-    return tuple([await _prompt(item, tokenizer, special=special) for item in items if not isinstance(item, int)])
+    require_capacity(ctx.engine, len(items))
+    prompts: list[Prompt] = []
+    for item in items:
+        if not isinstance(item, int):
+            require_may_fit(item, ctx, param="prompt")
+            prompts.append(await _prompt(item, tokenizer, special=special))
+            await asyncio.sleep(0)  # many short texts are as much work as a long one
+    return tuple(prompts)
+
+
+def require_may_fit(text: str | list[int], ctx: ServerContext, *, param: str) -> None:
+    """Refuse a text that has too many characters for the context whatever its tokens are, before it costs seconds to find them.
+
+    Raises:
+        ContextLengthExceeded: it is too long.
+    """
+    limit, longest = ctx.resolved.max_model_len, ctx.tokenizer.max_chars_per_token
+    if isinstance(text, str) and longest is not None and len(text) > limit * longest:
+        raise ContextLengthExceeded(
+            f"this model's maximum context length is {limit} tokens, but the prompt has {len(text)} characters, "
+            f"which are at least {-(-len(text) // longest)} tokens",
+            param=param,
+            hint="send a shorter prompt",
+        )
 
 
 async def _prompt(item: str | list[int], tokenizer: Tokenizer, *, special: bool) -> Prompt:
@@ -131,6 +159,7 @@ async def chat_prompt(body: ChatBody, ctx: ServerContext) -> Prompt:
         add_generation_prompt=body.add_generation_prompt is not False,
         template_kwargs=body.chat_template_kwargs,
     )
+    require_may_fit(text, ctx, param="messages")
     return Prompt(await encode(text, ctx.tokenizer, add_special_tokens=bool(body.add_special_tokens)), text)
 
 

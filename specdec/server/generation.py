@@ -15,6 +15,8 @@ from specdec.errors import RequestRejected, SpecdecError
 from specdec.scheduler.output import TokenLogprobs
 from specdec.server.openai_errors import GenerationFailed, ServerDraining
 
+MAX_SEQUENCES = 2048  # of one request: each costs the event loop some time before any can run
+
 
 @dataclass(slots=True)
 class Collected:
@@ -60,13 +62,7 @@ def start(engine: AsyncEngine, requests: Sequence[EngineRequest]) -> list[Output
         RequestRejected: they are more than the engine ever holds, so that trying again could not help.
         SpecdecError: one was refused; those before it are aborted.
     """
-    limit = engine.capacity
-    if limit and len(requests) > limit:
-        raise RequestRejected(
-            f"the request asks for {len(requests)} sequences, but the engine holds {limit}",
-            param="prompt",
-            hint="send fewer prompts, or a lower n",
-        )
+    require_capacity(engine, len(requests))
     streams: list[OutputStream] = []
     try:
         for request in requests:
@@ -76,6 +72,21 @@ def start(engine: AsyncEngine, requests: Sequence[EngineRequest]) -> list[Output
             stream.close()
         raise
     return streams
+
+
+def require_capacity(engine: AsyncEngine, num_sequences: int) -> None:
+    """Refuse more sequences than the engine ever holds, or MAX_SEQUENCES where it has no limit, best before any of them is made.
+
+    Raises:
+        RequestRejected: trying again could not help.
+    """
+    limit = engine.capacity or MAX_SEQUENCES
+    if num_sequences > limit:
+        raise RequestRejected(
+            f"the request asks for {num_sequences} sequences, but the engine holds {limit}",
+            param="prompt",
+            hint="send fewer prompts, or a lower n",
+        )
 
 
 async def merged(streams: Sequence[OutputStream]) -> AsyncGenerator[tuple[int, EngineOutput], None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SkipValidation, field_validator, model_validator
 
 from specdec.errors import RequestRejected
 from specdec.server.fields import NO_OPS, NOT_SERVED, Body, NotServed
@@ -147,7 +147,7 @@ class GenerationBody(Body):
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: SkipValidation[str | list[str] | list[int] | list[list[int]]]  # the validator below has seen every item
     max_tokens: int | None = DEFAULT_COMPLETION_TOKENS
     logprobs: int | None = None
     echo: bool | None = None
