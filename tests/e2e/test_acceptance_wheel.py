@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -45,6 +46,18 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path)
     assert names == {str(path.relative_to(ROOT)) for path in paths}
     assert "specdec/py.typed" in names
     assert {"licenses/LICENSE", "licenses/NOTICE", "METADATA", "entry_points.txt"} <= extra
+
+
+def test_the_source_archive_holds_what_the_guides_point_to(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling", reason="building an archive without a network needs hatchling here")
+    run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", tmp_path, cwd=ROOT)
+    (built,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(built) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    tracked = run("git", "ls-files", "deploy", "examples", "docs", "benchmarks", "scripts", cwd=ROOT).splitlines()
+    missing = [name for name in tracked if name not in names and (ROOT / name).is_file()]
+    assert not missing, missing[:5]
+    assert {"deploy/specdec.service", "constraints.txt", "pyproject.toml"} <= names
 
 
 def test_it_runs_from_an_environment_of_its_own(wheel: Path, tmp_path: Path) -> None:
