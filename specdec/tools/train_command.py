@@ -108,7 +108,7 @@ def features(
 
 @train_app.command()
 def fit(
-    method: Annotated[str, typer.Argument(help="eagle3 or dspark")],
+    method: Annotated[str, typer.Argument(help="eagle3, dspark or medusa")],
     data: Data,
     out: Annotated[Path, typer.Option("--out", help="Directory of the run: checkpoint, log, vocabulary.")],
     model: Model = None,
@@ -141,7 +141,7 @@ def fit(
 
 @train_app.command()
 def export(
-    method: Annotated[str, typer.Argument(help="eagle3 or dspark")],
+    method: Annotated[str, typer.Argument(help="eagle3, dspark or medusa")],
     data: Data,
     run_directory: Annotated[Path, typer.Option("--run", help="Directory that fit wrote to.")],
     out: Annotated[Path, typer.Option("--out", help="Directory of the checkpoint.")],

@@ -71,3 +71,14 @@ def collate(documents: Sequence[Document], *, max_len: int, number: int = 0) -> 
         greedy=torch.tensor([document.temperature == 0 for document in documents]),
         number=number,
     )
+
+
+def predicted_rows(owned: torch.Tensor, ahead: int, *, width: int, every: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which rows of a head's output [B, width, H] are trained, where row j predicts token j + ahead + 1, and on which of the target's laws.
+
+    owned [B, T] bool: whether the target wrote token t + 1, of which row t of the laws is the law. Return flat indices of [B * width] and
+    of [B * every * T]: `owned` may be every so many-th sequence of the batch only.
+    """
+    shifted = owned[:, ahead:][:, :width]
+    sequence, row = shifted.nonzero(as_tuple=True)
+    return sequence * width + row, sequence * every * owned.shape[1] + row + ahead

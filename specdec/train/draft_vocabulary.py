@@ -34,11 +34,7 @@ def choose_draft_ids(counts: torch.Tensor, size: int, *, always: Sequence[int] =
     return ranked.argsort(descending=True, stable=True)[:size].sort().values
 
 
-def offsets_of(draft_ids: torch.Tensor) -> torch.Tensor:
-    """`d2t` [Vd] int64: target id minus draft id."""
-    return draft_ids - torch.arange(len(draft_ids))
-
-
-def mask_of(draft_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """`t2d` [V] bool: which target ids have a draft id."""
-    return torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, draft_ids, True)
+def offset_maps(draft_ids: torch.Tensor, vocab_size: int) -> dict[str, torch.Tensor]:
+    """`d2t` [Vd] int64: target id minus draft id; `t2d` [V] bool: which target ids have a draft id."""
+    has_draft_id = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, draft_ids, True)
+    return {"d2t": draft_ids - torch.arange(len(draft_ids)), "t2d": has_draft_id}

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from specdec.train.batches import Batch
+from specdec.train.draft_vocabulary import offset_maps
 from specdec.train.evaluation import NO_DRAFT
 from specdec.train.features import taps_of
 from specdec.train.layers import rms_norm, rope_table, rotate, silu_mlp
@@ -173,6 +174,10 @@ class DSparkTraining(nn.Module):
             for name, public in _PUBLIC.items():
                 named[f"layers.{index}.{public}.weight"] = layer[name]
         return {name: weight.detach().to(torch.bfloat16).contiguous() for name, weight in named.items()}
+
+    def maps(self) -> dict[str, torch.Tensor]:
+        """d2t and t2d."""
+        return offset_maps(self.draft_ids, self.target.vocab_size)
 
     def config(self) -> dict[str, Any]:
         """config.json of the exported head."""

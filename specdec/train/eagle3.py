@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from specdec.train.batches import Batch
+from specdec.train.batches import Batch, predicted_rows
+from specdec.train.draft_vocabulary import offset_maps
 from specdec.train.evaluation import NO_DRAFT
 from specdec.train.features import taps_of
 from specdec.train.layers import rms_norm, rope_table, rotate, silu_mlp
@@ -68,7 +69,7 @@ class Eagle3Training(nn.Module):
         losses = []
         for step, output in enumerate(self.roll_out(batch, thin=THIN)):
             every = THIN if step else 1
-            rows, law_rows = _rows(owned[::every], step + 1 + self.shift, width=output.shape[1], every=every)
+            rows, law_rows = predicted_rows(owned[::every], step + 1 + self.shift, width=output.shape[1], every=every)
             losses.append(linear_draft_loss(output.flatten(0, 1).index_select(0, rows), head, laws, law_rows)[0])
         parts = torch.stack(losses)
         decay = STEP_DECAY ** torch.arange(len(losses))
@@ -141,6 +142,10 @@ class Eagle3Training(nn.Module):
         named |= {f"midlayer.{name}.weight": weight for name, weight in layer.items()}
         return {name: weight.detach().to(torch.bfloat16).contiguous() for name, weight in named.items()}
 
+    def maps(self) -> dict[str, torch.Tensor]:
+        """d2t and t2d."""
+        return offset_maps(self.draft_ids, self.target.vocab_size)
+
     def config(self) -> dict[str, Any]:
         """config.json of the exported head."""
         own: dict[str, Any] = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "fc_norm": True, "norm_output": True}
@@ -166,13 +171,6 @@ def roll_out_attention(q: torch.Tensor, keys: list[torch.Tensor], values: list[t
         spread = v.transpose(1, 2).repeat_interleave(group, dim=1)
         out = out + weights[..., rows + index, None] * spread
     return out.transpose(1, 2)
-
-
-def _rows(owned: torch.Tensor, ahead: int, *, width: int, every: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(flat rows of [B / every, width], flat rows of [B, T]) where the token that row j predicts, `ahead` places on, is the target's."""
-    shifted = owned[:, ahead:][:, :width]
-    sequence, row = shifted.nonzero(as_tuple=True)
-    return sequence * width + row, sequence * every * owned.shape[1] + row + ahead
 
 
 def _matrix(out_size: int, in_size: int) -> nn.Parameter:

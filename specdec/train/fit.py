@@ -68,6 +68,10 @@ class Trainee(Protocol):
         """Weights under their public names."""
         ...
 
+    def maps(self) -> dict[str, torch.Tensor]:
+        """The draft vocabulary, as the head's format tells it."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:

@@ -18,14 +18,15 @@ from torch import nn
 
 from specdec.errors import ConfigError
 from specdec.models.loader import Checkpoint
-from specdec.train.draft_vocabulary import choose_draft_ids, count_ids, mask_of, offsets_of
+from specdec.train.draft_vocabulary import choose_draft_ids, count_ids
 from specdec.train.dspark import DSparkTraining
 from specdec.train.eagle3 import Eagle3Training
 from specdec.train.evaluation import serve_held_out
 from specdec.train.fit import FitOptions, Progress, checkpoint_path, fit, load_averaged
+from specdec.train.medusa import MedusaTraining
 from specdec.train.shards import Corpus, save_atomically, shard_paths
 
-METHODS: dict[str, Any] = {"eagle3": Eagle3Training, "dspark": DSparkTraining}
+METHODS: dict[str, Any] = {"eagle3": Eagle3Training, "dspark": DSparkTraining, "medusa": MedusaTraining}
 DRAFT_VOCAB = 8192
 
 
@@ -89,8 +90,7 @@ class TrainingRun:
         load_averaged(self.head, state["averaged"])
         out.mkdir(parents=True, exist_ok=True)
         head: Any = self.head
-        maps = {"d2t": offsets_of(self.draft_ids), "t2d": mask_of(self.draft_ids, self.target.config.vocab_size)}
-        save_atomically(head.tensors() | maps, out / "model.safetensors", metadata={"format": "pt"})
+        save_atomically(head.tensors() | head.maps(), out / "model.safetensors", metadata={"format": "pt"})
         (out / "model.safetensors").chmod(0o644)  # the library writes it for its owner alone, but servers have users of their own
         (out / "config.json").write_text(json.dumps(head.config(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
         provenance = self._provenance(int(state["step"]))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from specdec.config.engine import ResolvedConfig
 from specdec.errors import ConfigError
 from specdec.train.batches import collate
 from specdec.train.draft_vocabulary import choose_draft_ids
@@ -20,13 +21,14 @@ from specdec.train.evaluation import accepted_lengths, serve_held_out, walk
 from specdec.train.features import make_features
 from specdec.train.fit import FitOptions, Progress, fit
 from specdec.train.losses import Mix, draft_laws, linear_draft_loss
-from specdec.train.run import TrainingRun
+from specdec.train.run import METHODS, TrainingRun
 from specdec.train.shards import Corpus, save_atomically
 from tests.models.block_reference import BlockSpec, PlainBlock
 from tests.models.eagle_reference import Spec
 from tests.proposers.heads import headed as eagle_headed
 from tests.proposers.heads import plain_head
 from tests.proposers.test_block import headed as block_headed
+from tests.proposers.test_hidden_head import headed as hidden_headed
 from tests.proposers.tiny import plain, request, run
 from tests.train.conftest import TAPS, Taught
 
@@ -43,6 +45,13 @@ def build(taught: Taught, kind: type[Any], **more: Any) -> Any:
         for name, weight in head.named_parameters():
             weight += 0.2 * torch.randn_like(weight) if weight.ndim == 1 or "markov_second" in name else 0
     return head
+
+
+def serving(target: Path, head: Path, method: str, drafts: int) -> ResolvedConfig:
+    """The configuration of the tiny target with an exported head."""
+    if method == "eagle3":
+        return eagle_headed(target, head, EAGLE, drafts)
+    return (block_headed if method == "dspark" else hidden_headed)(target, head, drafts)
 
 
 def save(head: Any, path: Path) -> Path:
@@ -145,7 +154,7 @@ def test_a_dspark_block_is_the_papers(taught: Taught, tmp_path: Path) -> None:
 # -- learning ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["eagle3", "dspark"])
+@pytest.mark.parametrize("method", METHODS)
 def test_a_head_learns_serves_and_is_accepted(taught: Taught, tmp_path: Path, method: str) -> None:
     """A tiny target repeats itself, so a head that is aligned learns it in seconds; one that is shifted does not."""
     training = TrainingRun(method, data=taught.data, directory=tmp_path / "run", target=taught.tables)
@@ -157,7 +166,7 @@ def test_a_head_learns_serves_and_is_accepted(taught: Taught, tmp_path: Path, me
     head: Any = training.head
     taught_it = serve_held_out(head, documents, batch_size=8, max_len=48)
     assert taught_it is not None
-    assert taught_it.by_position[0] > 0.3  # of the texts it was taught
+    assert taught_it.by_position[0] > (0.15 if method == "medusa" else 0.3)  # of the texts it was taught; Medusa does not see the anchor
     training.export(tmp_path / "head")
     provenance = json.loads((tmp_path / "head" / "provenance.json").read_text())
     assert provenance["steps"] == OPTIONS.steps
@@ -166,23 +175,20 @@ def test_a_head_learns_serves_and_is_accepted(taught: Taught, tmp_path: Path, me
     assert (tmp_path / "head" / "model.safetensors").stat().st_mode & 0o044 == 0o044
     assert all(tensor.dtype in (torch.bfloat16, torch.int64, torch.bool) for tensor in stored.values())
     requests = [request(f"r{i}", document.ids[:6].tolist(), temperature=0.0, max_tokens=30) for i, document in enumerate(documents[:8])]
-    if method == "dspark":
-        resolved = block_headed(taught.target, tmp_path / "head", 4)
-    else:
-        resolved = eagle_headed(taught.target, tmp_path / "head", EAGLE, 4)
-    result = run(resolved, requests)
+    result = run(serving(taught.target, tmp_path / "head", method, 4), requests)
     assert result.token_ids == plain(taught.target, requests)
-    assert result.num_accepted() / result.num_drafted() > 0.15
+    assert result.num_accepted() / result.num_drafted() > (0.08 if method == "medusa" else 0.15)
 
 
-@pytest.mark.parametrize("method", ["eagle3", "dspark"])
+@pytest.mark.parametrize("method", METHODS)
 def test_what_evaluation_counts_is_what_the_engine_counts(taught: Taught, tmp_path: Path, method: str) -> None:
     """The same head on the same answers: as many drafts accepted, position by position, as when it is served."""
     training = TrainingRun(method, data=taught.data, directory=tmp_path / "run", target=taught.tables)
     head: Any = training.head
     training.fit(replace(OPTIONS, steps=40), lambda _: None)
     head.dtype = torch.float32  # as the engine computes here
-    head.embedding = head.embedding.float()
+    if method != "medusa":  # which reads no token
+        head.embedding = head.embedding.float()
     documents = [replace(d, ids=d.ids[:40]) for d in Corpus(taught.data, features=True).documents("train")[:12]]
     counted = serve_held_out(head, documents, batch_size=5, max_len=48)
     assert counted is not None
@@ -190,9 +196,7 @@ def test_what_evaluation_counts_is_what_the_engine_counts(taught: Taught, tmp_pa
     requests = [
         request(f"r{i}", d.ids[: d.prompt_len].tolist(), temperature=0.0, max_tokens=40 - d.prompt_len) for i, d in enumerate(documents)
     ]
-    count = len(counted.by_position)
-    resolved = block_headed(taught.target, stored, count) if method == "dspark" else eagle_headed(taught.target, stored, EAGLE, count)
-    result = run(resolved, requests)
+    result = run(serving(taught.target, stored, method, len(counted.by_position)), requests)
     assert list(result.token_ids.values()) == [d.ids[d.prompt_len :].tolist() for d in documents]
     accepted = counted.num_blocks * sum(counted.by_position)
     assert result.num_accepted() == pytest.approx(accepted, abs=1)  # features on disk are bf16
