@@ -19,9 +19,9 @@ def trained_head(model: str) -> DsparkConfig | Eagle3Config | None:
     if model != EMBEDDED_MODEL:
         return None
     name = EMBEDDED_MODEL.removesuffix("-instruct")
-    block, chain = ASSETS / f"{name}-dspark", ASSETS / f"{name}-eagle3"
-    if block.is_dir():
-        return DsparkConfig(model=str(block), num_speculative_tokens=DSPARK_DRAFTS)
+    chain, block = ASSETS / f"{name}-eagle3", ASSETS / f"{name}-dspark"
     if chain.is_dir():
         return Eagle3Config(model=str(chain), num_speculative_tokens=EAGLE3_DRAFTS)
+    if block.is_dir():
+        return DsparkConfig(model=str(block), num_speculative_tokens=DSPARK_DRAFTS)
     return None
