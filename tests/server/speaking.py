@@ -8,15 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 
+from specdec.config.methods import traits_for
 from specdec.engine.async_engine import AsyncEngine
 from specdec.engine.core import EngineCore
 from specdec.engine.tokenizer import Tokenizer
 from specdec.server.app import create_app
 from specdec.server.options import ServerOptions
 from specdec.worker.worker import load_runner
-from tests.server.serving import TEMPLATE, Served, hosting, serving
+from tests.server.serving import Served, hosting, serving
 from tests.structured.vocabulary import EOS, VOCAB_SIZE, json_tokenizer, resolved_for, write_target
 from tests.toy import scripted_target
 
@@ -47,21 +49,24 @@ def speaking(text: str, *, template: str = TOOL_TEMPLATE, options: ServerOptions
 
 
 @contextmanager
-def babbling(
-    path: Path, *, template: str = TOOL_TEMPLATE, options: ServerOptions | None = None, speculative: Any = None
-) -> Iterator[openai.OpenAI]:
-    """A server of a random model that can spell JSON, so that only a grammar makes sense of it; yields a client of it."""
-    from specdec.config.methods import traits_for
-
+def tiny_app(
+    path: Path, *, template: str = TOOL_TEMPLATE, options: ServerOptions | None = None, speculative: Any = None, max_model_len: int = 3000
+) -> Iterator[tuple[str, httpx.Client]]:
+    """A server of a random model that can spell JSON, with everything behind it as in production; yields its URL."""
     tokenizer = tokenizer_with(template)
     traits = traits_for(speculative) if speculative is not None else None
-    resolved = replace(resolved_for(write_target(path), traits=traits, speculative=speculative, num_blocks=1600), max_model_len=3000)
+    resolved = resolved_for(write_target(path), traits=traits, speculative=speculative, num_blocks=1600)
+    resolved = replace(resolved, max_model_len=max_model_len)
     engine = AsyncEngine(EngineCore(resolved, load_runner(resolved), tokenizer=tokenizer))
     try:
         with hosting(create_app(engine, tokenizer, resolved, options=options)) as (url, _, http):
-            yield openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, http_client=http)
+            yield url, http
     finally:
         engine.close()
 
 
-__all__ = ["TEMPLATE", "TOOL_TEMPLATE", "babbling", "speaking", "tokenizer_with"]
+@contextmanager
+def babbling(path: Path, *, options: ServerOptions | None = None, speculative: Any = None) -> Iterator[openai.OpenAI]:
+    """A client of a random model, of which only a grammar makes sense."""
+    with tiny_app(path, options=options, speculative=speculative) as (url, http):
+        yield openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, http_client=http)

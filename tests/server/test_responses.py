@@ -193,6 +193,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "["}]}, "input", "JSON text of an object"),
     ({"input": [{"role": "user", "content": "\ud800"}]}, "input", "input has the lone surrogate"),
     ({"input": [{"type": "reasoning", "encrypted_content": "abc", "summary": []}]}, "input", "cannot be read here"),
+    ({"input": [{"type": "reasoning", "content": [], "summary": []}]}, "input", "input holds no message"),
     ({"tools": [{"type": "web_search", "filters": {}}]}, "tools", "tools.type is 'web_search', but only 'function' is served"),
     ({"tools": [WEATHER, WEATHER]}, "tools", "'weather' twice"),
     ({"tool_choice": {"type": "function", "name": "x"}, "tools": [WEATHER]}, "tool_choice", "names 'x'"),

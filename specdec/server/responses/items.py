@@ -32,6 +32,8 @@ def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | No
     for index, item in enumerate(given):
         gathered.add(item, f"input[{index}]")
     gathered.close()
+    if not any(message.role != "system" for message in gathered.messages):
+        raise RequestRejected("input holds no message", param="input", hint="add one of the user")
     return gathered.messages
 
 
