@@ -23,6 +23,8 @@ from specdec.models.loader import Checkpoint
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from specdec.models.fused_chain import FusedChain
+
 _NEEDED_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "rms_norm_eps", "vocab_size")
 
 
@@ -54,9 +56,13 @@ class Lender(Protocol):
 
 
 class DraftHead(Protocol):
-    """A head that drafts step by step. id_map [Vd] int64: target id of each draft id, None where they are equal."""
+    """A head that drafts step by step. id_map [Vd] int64: target id of each draft id, None where they are equal.
+
+    chain: all steps of a drafting phase as one compiled call, where this machine has one for the head.
+    """
 
     id_map: torch.Tensor | None
+    chain: FusedChain | None
 
     @property
     def num_layers(self) -> int:
@@ -107,6 +113,11 @@ class TokenTables:
     def attach(self, target: Lender) -> None:
         """Use the target's tables in place of missing ones."""
         self._target = target
+
+    @property
+    def table(self) -> torch.Tensor | None:
+        """The embedding [V, H], the checkpoint's or the target's; None where the target keeps its own to itself."""
+        return getattr(self._target, "embedding", None) if self.embedding is None else self.embedding
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[N] int64 -> [N, H]."""

@@ -10,7 +10,7 @@ input norm. The stream behind them is both what the LM head reads and the featur
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ from specdec.models.draft_head import HeadReader, HeadSetting, HeadStates, Lende
 from specdec.models.loader import Checkpoint
 from specdec.models.rope import RotaryTable
 
+if TYPE_CHECKING:
+    from specdec.models.fused_chain import FusedChain
+
 
 class EagleModel:
     """The head of one checkpoint.
@@ -30,6 +33,7 @@ class EagleModel:
     """
 
     id_map: torch.Tensor | None = None
+    chain: FusedChain | None = None
 
     def __init__(self, hf_config: Any, checkpoint: Checkpoint, setting: HeadSetting) -> None:
         reader = HeadReader(hf_config, checkpoint, setting)

@@ -8,7 +8,7 @@ Sources: Li et al. 2503.01840; EAGLE-3.1 (2605.09992) adds `fc_norm` and `norm_o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +23,9 @@ from specdec.models.linear import Linear
 from specdec.models.llama import fuse
 from specdec.models.loader import Checkpoint
 from specdec.models.rope import RotaryTable
+
+if TYPE_CHECKING:
+    from specdec.models.fused_chain import FusedChain
 
 logger = get_logger(__name__)
 
@@ -52,6 +55,7 @@ class Eagle3Model:
         self.norms_output = _flag(hf_config, "norm_output")
         self.rotary = RotaryTable(hf_config, head_dim=self.shape.head_dim, max_positions=setting.max_model_len, device=setting.device)
         self.fused = fuse([self.first, *self.rest], self.shape, self.rotary, final_norm=self.final_norm)
+        self.chain: FusedChain | None = None  # made once the target has lent its tables
         self._read_mask(reader, setting)
 
     def _read_features(self, reader: HeadReader, setting: HeadSetting) -> None:
@@ -100,6 +104,10 @@ class Eagle3Model:
     def attach(self, target: Lender) -> None:
         """Borrow the target's embedding, and its LM head where the vocabulary is whole, if the checkpoint has none."""
         self.tables.attach(target)
+        if self.fused is not None:
+            from specdec.models.fused_chain import fuse_chain  # compiles on import, so only where the CPU can run it
+
+            self.chain = fuse_chain(self)
 
     def combine(self, taps: Mapping[Tap, torch.Tensor]) -> torch.Tensor:
         """The target's states [N, Ht] in ascending order -> features [N, H]."""

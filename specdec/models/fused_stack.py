@@ -6,7 +6,7 @@ Owns: packed weights, row buffers and the call table of kernels/cpu/amx_decoder.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +34,18 @@ def can_fuse(layers: Sequence[DecoderLayer | FirstLayer], shape: LayerShape) -> 
     )
 
 
+class Spans(NamedTuple):
+    """Where a call's rows lie, as addresses: positions, slots [N]; starts [num + 1], seq_lens [num]: int64; block_table int32."""
+
+    num: int
+    positions: int
+    slots: int
+    starts: int
+    seq_lens: int
+    block_table: int
+    table_stride: int
+
+
 class FusedStack:
     """Runs layers over a float32 residual stream; the result is the normed stream in bf16."""
 
@@ -42,14 +54,14 @@ class FusedStack:
     ) -> None:
         self.shape, self.rotary = shape, rotary
         self._kept: list[torch.Tensor] = []  # owners of the addresses in the tables
-        self._layers = np.zeros((len(layers), table.NUM_COLUMNS), dtype=np.int64)
-        for row, layer in zip(self._layers, layers, strict=True):
+        self.layers = np.zeros((len(layers), table.NUM_COLUMNS), dtype=np.int64)
+        for row, layer in zip(self.layers, layers, strict=True):
             self._fill_layer(row, layer)
         self._final_norm = None if final_norm is None else self._keep(final_norm.float())
         self._eps = np.array([shape.eps], dtype=np.float32)
         self._config = tile_config_bytes()
         self._call = np.zeros(table.NUM_SLOTS, dtype=np.int64)
-        self._rows: _RowBuffers | None = None
+        self._rows: RowBuffers | None = None
         self._bound: Sequence[KVPair] | None = None
 
     @staticmethod
@@ -74,20 +86,20 @@ class FusedStack:
         for a first layer without an input norm.
         """
         num_rows = stream.shape[0]
-        rows = self._buffers(num_rows)
+        rows = self.buffers(num_rows)
         rows.residual[:num_rows] = stream
         if mixed is not None:
             padded = rows.mixed(mixed.shape[1])
             padded[:num_rows] = mixed
-            self._layers[0][table.MIXED], self._layers[0][table.MIXED_WIDTH] = padded.data_ptr(), mixed.shape[1]
-        self._bind(kv)
-        num_layers = len(self._layers) if last is None else last
+            self.layers[0][table.MIXED], self.layers[0][table.MIXED_WIDTH] = padded.data_ptr(), mixed.shape[1]
+        self.bind(kv)
+        num_layers = len(self.layers) if last is None else last
         tapped = {
             tap: torch.empty(num_rows, self.shape.hidden_size, dtype=torch.bfloat16)
             for tap in taps
             if isinstance(tap, int) and tap < num_layers
         }
-        for index, row in enumerate(self._layers):
+        for index, row in enumerate(self.layers):
             row[table.TAP] = tapped[index].data_ptr() if index in tapped else 0
         out = torch.empty(num_rows, self.shape.hidden_size, dtype=torch.bfloat16)
         held = self._fill_call(rows, num_rows, positions, meta, num_layers=num_layers, out=out)
@@ -100,37 +112,43 @@ class FusedStack:
         return out, tapped
 
     def _fill_call(
-        self, rows: _RowBuffers, num_rows: int, positions: torch.Tensor, meta: AttentionMetadata, *, num_layers: int, out: torch.Tensor
+        self, rows: RowBuffers, num_rows: int, positions: torch.Tensor, meta: AttentionMetadata, *, num_layers: int, out: torch.Tensor
     ) -> list[Any]:
         """Write the call table; returns what must outlive the call."""
-        shape, call = self.shape, self._call
-        starts = meta.cu_query_lens.to(torch.int64)
-        seq_lens = meta.seq_lens.to(torch.int64)
-        block_table = meta.block_table.contiguous()
-        tree = None if meta.tree_mask is None else meta.tree_mask.contiguous()
-        positions, slots = positions.contiguous(), meta.slot_mapping.contiguous()
+        held = [positions.contiguous(), meta.slot_mapping.contiguous(), meta.cu_query_lens.to(torch.int64), meta.seq_lens.to(torch.int64)]
+        held.append(meta.block_table.contiguous())
+        spans = Spans._make((len(meta.query_lens_cpu), *(tensor.data_ptr() for tensor in held), held[-1].shape[1]))
+        self.describe(self._call, rows, num_rows, spans, num_layers=num_layers, out=out.data_ptr())
+        self._call[table.IS_CAUSAL] = int(meta.is_causal)
+        if meta.tree_mask is not None:
+            held.append(meta.tree_mask.contiguous())
+            self._call[table.TREE], self._call[table.TREE_STRIDE] = held[-1].data_ptr(), held[-1].shape[1]
+        return held
+
+    def describe(self, call: np.ndarray, rows: RowBuffers, num_rows: int, spans: Spans, *, num_layers: int, out: int = 0) -> None:
+        """Write a call table of causal chains. out: address of the normed rows."""
+        shape = self.shape
         call[:] = (
             rows.num_threads, num_rows, num_layers,
             shape.hidden_size, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.intermediate_size,
             rows.residual.data_ptr(), rows.normed.data_ptr(), rows.qkv.data_ptr(), rows.query.data_ptr(), rows.attended.data_ptr(),
-            rows.activation.data_ptr(), self.rotary.cos.data_ptr(), self.rotary.sin.data_ptr(), positions.data_ptr(), slots.data_ptr(),
-            len(meta.query_lens_cpu), starts.data_ptr(), seq_lens.data_ptr(),
-            block_table.data_ptr(), block_table.shape[1], self._block_size,
-            0 if tree is None else tree.data_ptr(), 0 if tree is None else tree.shape[1], int(meta.is_causal),
-            rows.scratch.data_ptr(), rows.scratch.shape[1], self._config.ctypes.data, self._layers.ctypes.data, self._eps.ctypes.data,
-            0 if self._final_norm is None else self._final_norm.data_ptr(), out.data_ptr(), rows.arrivals.data_ptr(),
+            rows.activation.data_ptr(), self.rotary.cos.data_ptr(), self.rotary.sin.data_ptr(), spans.positions, spans.slots,
+            spans.num, spans.starts, spans.seq_lens, spans.block_table, spans.table_stride, self._block_size, 0, 0, 1,
+            rows.scratch.data_ptr(), rows.scratch.shape[1], self._config.ctypes.data, self.layers.ctypes.data, self._eps.ctypes.data,
+            0 if self._final_norm is None else self._final_norm.data_ptr(), out, rows.arrivals.data_ptr(),
         )  # fmt: skip
-        return [starts, seq_lens, block_table, tree, positions, slots]
 
-    def _buffers(self, num_rows: int) -> _RowBuffers:
+    def buffers(self, num_rows: int) -> RowBuffers:
+        """Row buffers for a forward of num_rows rows."""
         if self._rows is None or self._rows.capacity < num_rows or self._rows.num_threads != torch.get_num_threads():
-            self._rows = _RowBuffers(self.shape, -(-max(num_rows, ROWS) // ROWS) * ROWS, torch.get_num_threads())
+            self._rows = RowBuffers(self.shape, -(-max(num_rows, ROWS) // ROWS) * ROWS, torch.get_num_threads())
         return self._rows
 
-    def _bind(self, kv: Sequence[KVPair]) -> None:
+    def bind(self, kv: Sequence[KVPair]) -> None:
+        """Enter the caches' addresses into the layer table."""
         if self._bound is kv:
             return
-        for row, (k_cache, v_cache) in zip(self._layers, kv, strict=True):
+        for row, (k_cache, v_cache) in zip(self.layers, kv, strict=True):
             row[table.K_CACHE], row[table.V_CACHE] = k_cache.data_ptr(), v_cache.data_ptr()
         self._block_size = kv[0][0].shape[1]
         self._bound = kv
@@ -158,7 +176,7 @@ class FusedStack:
         return self._kept[-1]
 
 
-class _RowBuffers:
+class RowBuffers:
     """Scratch of a forward, padded to whole tiles and zeroed, so that padding rows stay finite."""
 
     def __init__(self, shape: LayerShape, capacity: int, num_threads: int) -> None:

@@ -8,7 +8,7 @@ Letters: N rows, H hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +26,9 @@ from specdec.models.rope import RotaryTable
 
 logger = get_logger(__name__)
 
+if TYPE_CHECKING:
+    from specdec.models.fused_chain import FusedChain
+
 
 class MtpModel:
     """One module of a checkpoint. index: which one, from 0; the tensors of others are left to their readers.
@@ -35,6 +38,7 @@ class MtpModel:
     """
 
     id_map: torch.Tensor | None = None
+    chain: FusedChain | None = None
     num_layers = 1
 
     def __init__(self, hf_config: Any, checkpoint: Checkpoint, setting: HeadSetting, *, index: int = 0) -> None:

@@ -23,6 +23,7 @@ from specdec.models.loader import Checkpoint
 from specdec.models.mtp import first_module
 from specdec.proposers.base import DraftBatch, StepView
 from specdec.proposers.chain import wanted_drafts
+from specdec.proposers.compiled_chain import chain_batch, grow_chains, lay_out
 from specdec.proposers.draft_sampling import ChainDraws
 from specdec.proposers.head_proposer import HeadProposer
 from specdec.proposers.kept_rows import kept_rows
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from specdec.config.engine import ResolvedConfig
+    from specdec.models.fused_chain import FusedChain
 
 _HEADS: dict[str, Callable[[Any, Checkpoint, HeadSetting], DraftHead]] = {"eagle": EagleModel, "eagle3": Eagle3Model, "mtp": first_module}
 
@@ -49,6 +51,9 @@ class EagleProposer(HeadProposer[DraftHead]):
 
     def propose(self, step: StepView) -> DraftBatch:
         """Run the head over the rows that became text, then draft from its own output."""
+        chain = self._awake().chain
+        if chain is not None and chain.fits(self._bound().kv):
+            return self._propose_compiled(step, chain)
         lengths = step_lengths(step)
         wanted = wanted_drafts(
             step, [x.num_sampled for x in lengths], num_tokens=[x.num_computed + 1 for x in lengths], max_len=self.max_len
@@ -58,6 +63,23 @@ class EagleProposer(HeadProposer[DraftHead]):
         features = self._extend(step, lengths, draws)
         self._continue(step, draws, wanted, features)
         return draws.batch(len(lengths), source=self.traits.method, id_map=self.vocabulary.id_map)
+
+    def _propose_compiled(self, step: StepView, chain: FusedChain) -> DraftBatch:
+        """The same in one call. Drafts that are drawn, or bound by a grammar, go on from its first states pass by pass."""
+        rail, head = self._bound(), self._awake()
+        rows = lay_out(step, block_size=rail.block_size, max_len=self.max_len)
+        is_greedy = self._draft_sample_method == "greedy" and step.sampling.token_mask is None
+        taps = [step.taps[tap] for tap in self.traits.taps]
+        grown = grow_chains(chain, rail, step, rows, taps=taps, is_greedy=is_greedy)
+        if is_greedy:
+            return chain_batch(step, rows, grown, source=self.traits.method)
+        requests = rows.chains.tolist()
+        anchors = dict(zip(requests, rows.anchors.tolist(), strict=True))
+        draws = ChainDraws(self.vocabulary.sampling(step.sampling), anchors, method=self._draft_sample_method)
+        if requests:
+            draws.draw(requests, head.compute_logits(grown.scored))
+            self._continue(step, draws, dict(zip(requests, rows.wanted.tolist(), strict=True)), grown.fed_back)
+        return draws.batch(len(step.rows), source=self.traits.method, id_map=self.vocabulary.id_map)
 
     def _extend(self, step: StepView, lengths: Sequence[StepLengths], draws: ChainDraws) -> torch.Tensor | None:
         """Run over all committed rows and draw each first draft. Returns the features [drafting requests, H] of the next step."""

@@ -134,18 +134,19 @@ def prepare_head(source: int, bias: int, norm: int, cos: int, sin: int, out: int
 
 @njit(fastmath=FAST)
 def prepare_row(a: np.ndarray, layer: np.ndarray, row: int, eps: float) -> None:
-    """Rotate a row's query heads into QUERY, and its key and value heads into the cache at the row's slot."""
+    """Rotate a row's query heads into QUERY, and its key and value heads into the cache at the row's slot, unless that is negative."""
     num_heads, num_kv, width = a[NUM_HEADS], a[NUM_KV_HEADS], a[HEAD_DIM]
     source = a[QKV] + row * (num_heads + 2 * num_kv) * width * 4
     position = i64(a[POSITIONS], row + 1)[row]
     cos, sin = a[COS] + position * width * 2, a[SIN] + position * width * 2
     has_rope, bias = layer[HAS_ROPE] != 0, layer[QKV_BIAS]
     slot = i64(a[SLOTS], row + 1)[row] * num_kv * width * 2
+    stored = num_kv if slot >= 0 else 0
     for head in range(num_heads):
         at = head * width * 4
         out = a[QUERY] + (row * num_heads + head) * width * 2
         prepare_head(source + at, bias + at if bias else 0, layer[Q_NORM], cos, sin, out, width, eps, has_rope)
-    for head in range(num_kv):
+    for head in range(stored):
         at = (num_heads + head) * width * 4
         out = layer[K_CACHE] + slot + head * width * 2
         prepare_head(source + at, bias + at if bias else 0, layer[K_NORM], cos, sin, out, width, eps, has_rope)
@@ -261,7 +262,8 @@ def mask_scores(
                 s[t * 16 + j] = np.float32(UNSEEN)
 
 
-@njit(fastmath=FAST)
+# Keys that are no numbers weigh nothing: the row becomes NaN. Python's error for 1 / 0 would leave the other threads at a barrier.
+@njit(fastmath=FAST, error_model="numpy")
 def attend_item(a: np.ndarray, layer: np.ndarray, request: int, kv_head: int, first: int, count: int, scratch: int) -> None:
     """Attention of up to 16 queries (rows x heads of one group) of one request over all their keys."""
     num_heads, width = a[NUM_HEADS], a[HEAD_DIM]

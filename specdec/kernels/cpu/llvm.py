@@ -18,6 +18,7 @@ _I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.
 _PTR = _I8.as_pointer()
 _LANES = 16
 _EXP2 = (1.5403530e-4, 1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1.0)  # Taylor terms ln(2)^n / n!
+LOG2_E = 1.4426950408889634
 UNSEEN = -1e30  # score of a key that may not be seen: finite, so that an empty chunk stays harmless
 _VEC = ir.VectorType(_F32, _LANES)
 
@@ -270,6 +271,35 @@ def widen_rows(typingctx, source, stride, out, count):  # type: ignore[no-untype
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def largest(typingctx, values, count):  # type: ignore[no-untyped-def]
+    """The largest of `count` (a multiple of 16) float32 at an address; NaN counts as nothing."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        top = cgutils.alloca_once_value(builder, _splat(-3.4e38))
+        with cgutils.for_range(builder, builder.lshr(args[1], ir.Constant(_I64, 4)), intp=_I64) as loop:
+            builder.store(_larger(builder, _load_vector(builder, _row(builder, args[0], loop.index), 0), builder.load(top)), top)
+        return _external(builder, "llvm.vector.reduce.fmax.v16f32", _F32, [builder.load(top)])
+
+    return types.float32(types.int64, types.int64), codegen
+
+
+@intrinsic
+def exp_sum(typingctx, values, count, top):  # type: ignore[no-untyped-def]
+    """The sum of e^(x - top) over `count` (a multiple of 16) float32 at an address."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        values, count, top = args
+        shift, total = _broadcast(builder, top), cgutils.alloca_once_value(builder, _splat(0.0))
+        with cgutils.for_range(builder, builder.lshr(count, ir.Constant(_I64, 4)), intp=_I64) as loop:
+            distance = builder.fsub(_load_vector(builder, _row(builder, values, loop.index), 0), shift)
+            power = _exp2(builder, builder.fmul(distance, _splat(LOG2_E)))
+            builder.store(builder.fadd(power, builder.load(total)), total)
+        return _external(builder, "llvm.vector.reduce.fadd.v16f32", _F32, [ir.Constant(_F32, 0.0), builder.load(total)])
+
+    return types.float32(types.int64, types.int64, types.float32), codegen
 
 
 def _splat(value: float) -> ir.Constant:
