@@ -1,6 +1,6 @@
 """BlockHead: a drafter that fills a whole block in one pass and reads the target's states as keys and values (DFlash, DSpark).
 
-Owns: weights and arithmetic of the block, and DSpark's serial correction. Must not know: requests, drawing, when it runs.
+Owns: weights and arithmetic of the block, and DSpark's estimate of what is kept. Must not know: requests, drawing, when it runs.
 Sources: DFlash (2602.06036), DSpark (2607.05147). Letters: N rows, P context rows, H width, Ht target width, n states read,
 V and Vd vocabularies, r rank of the correction.
 """
@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from specdec.config.methods import Tap
 from specdec.errors import ConfigError
@@ -22,6 +21,7 @@ from specdec.models.draft_ids import read_id_map
 from specdec.models.linear import Linear
 from specdec.models.llama import Attention, DecoderLayer, fuse
 from specdec.models.loader import Checkpoint
+from specdec.models.markov_head import MarkovHead
 from specdec.models.rope import RotaryTable
 
 _OTHER_VARIANTS = ("DFlash2", "XPress", "LiLiCorr", "Domino", "Omni", "Gemma4", "Muse", "K3")
@@ -105,44 +105,6 @@ class BlockHead:
     def compute_logits(self, normed: torch.Tensor) -> torch.Tensor:
         """[L, H] -> [L, Vd] float32, before any correction."""
         return self.tables.logits(normed)
-
-
-class MarkovHead:
-    """DSpark's correction of a row's logits by the token chosen before it: W2 W1[previous]. first [V, r]; second: r -> Vd."""
-
-    def __init__(self, first: torch.Tensor, second: Linear) -> None:
-        self.first, self.second = first, second
-
-    @classmethod
-    def read(cls, reader: HeadReader, hf_config: Any, *, draft_vocab: int) -> MarkovHead | None:
-        """Read it where the config has one.
-
-        Raises:
-            ConfigError: it is of a kind that is not served.
-        """
-        rank = int(getattr(hf_config, "markov_rank", None) or 0)
-        if not rank:
-            return None
-        kind = getattr(hf_config, "markov_head_type", None) or "vanilla"
-        if kind != "vanilla":
-            raise ConfigError(
-                f"draft config.json: markov_head_type is {kind!r}, but only 'vanilla' is served", hint="choose another DSpark checkpoint"
-            )
-        first = reader.own("markov_head.markov_w1.weight", (int(hf_config.vocab_size), rank))
-        return cls(first, reader.linear([f"{reader.base}markov_head.markov_w2"], [draft_vocab], rank))
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of both tables."""
-        return self.first.numel() * self.first.element_size() + self.second.num_bytes
-
-    def embed(self, previous: torch.Tensor) -> torch.Tensor:
-        """Target ids [N] -> [N, r]."""
-        return F.embedding(previous, self.first)
-
-    def bias(self, embedded: torch.Tensor) -> torch.Tensor:
-        """[N, r] -> what is added to the logits, [N, Vd] f32."""
-        return self.second.wide(embedded)
 
 
 class ConfidenceHead:

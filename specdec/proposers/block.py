@@ -78,14 +78,18 @@ class BlockProposer(HeadProposer[BlockHead]):
         normed = head.forward(self._block_ids(rows, anchors.long()), rows.positions, rail.kv, rows.meta)
         base = head.compute_logits(normed)  # of all slots at once: the LM head is read once
         previous = dict(zip(draws.anchors, anchors.tolist(), strict=True))
+        places = {request: place for place, request in enumerate(draws.anchors)}
+        state = None if head.markov is None else head.markov.begin(len(places))
         trust: dict[int, list[float]] = {}
         for depth in range(max(wanted.values())):
             left = [request for request in draws.anchors if wanted[request] > depth]
             at, embedded = [first[request] + depth for request in left], None
             logits = base[at]
-            if head.markov is not None:
+            if head.markov is not None and state is not None:
                 embedded = head.markov.embed(torch.tensor([previous[request] for request in left], device=rail.device))
-                logits = logits + head.markov.bias(embedded)
+                kept = [places[request] for request in left]
+                bias, state[kept] = head.markov.correct(embedded, normed[at], state[kept])
+                logits = logits + bias
             if head.confidence is not None:
                 for request, share in zip(left, head.confidence(normed[at], embedded).tolist(), strict=True):
                     trust.setdefault(request, []).append(share)

@@ -117,6 +117,9 @@ def fit(
     max_len: Annotated[int, typer.Option(help="Tokens of a document; the rest is cut.")] = 320,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 8e-4,
     seed: Annotated[int, typer.Option(help="Of the order of documents.")] = 0,
+    init: Annotated[
+        Path | None, typer.Option(help="An exported head of the same method to begin from, in place of random weights.")
+    ] = None,
 ) -> None:
     """Train until --steps. Stop it at any time: it goes on from its last checkpoint, with the shards that are there then."""
     from rich.console import Console
@@ -125,7 +128,7 @@ def fit(
     from specdec.train.fit import FitOptions
 
     options = FitOptions(steps=steps, batch_size=batch_size, max_len=max_len, lr=lr, seed=seed)
-    run = _open_run(method, data, out, model)
+    run = _open_run(method, data, out, model, init)
     console = Console()
     with Bar(console=console) as bar:
         task = bar.add_task(method, total=steps)
@@ -152,7 +155,7 @@ def export(
     typer.echo(str(out))
 
 
-def _open_run(method: str, data: Path, directory: Path, model: str | None) -> TrainingRun:
+def _open_run(method: str, data: Path, directory: Path, model: str | None, init: Path | None = None) -> TrainingRun:
     from specdec.config.engine import EMBEDDED_MODEL
     from specdec.models.source import locate_target
     from specdec.train.run import TargetTables, TrainingRun
@@ -160,7 +163,7 @@ def _open_run(method: str, data: Path, directory: Path, model: str | None) -> Tr
     _check_model(data, model)
     files = locate_target(model or EMBEDDED_MODEL)
     tables = TargetTables.load(files.model_path, _config_of(files.model_path))
-    return TrainingRun(method, data=data, directory=directory, target=tables, always=_special_ids(files.tokenizer_path))
+    return TrainingRun(method, data=data, directory=directory, target=tables, always=_special_ids(files.tokenizer_path), init=init)
 
 
 def _check_model(data: Path, model: str | None) -> None:

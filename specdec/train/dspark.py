@@ -21,8 +21,9 @@ from specdec.train.features import taps_of
 from specdec.train.layers import rms_norm, rope_table, rotate, silu_mlp
 from specdec.train.losses import Mix, draft_laws, linear_draft_loss
 from specdec.train.public_config import head_dim_of, shared_keys, theta_of
+from specdec.train.warm_start import public_tensors
 
-RANK = 32  # keeps the exported head under 32 MB
+RANK = 48  # keeps the exported head under 32 MB
 SLOT_DECAY = 2.0  # a slot's weight falls by e every so many slots: with little data, early slots first (the paper has 4)
 ANCHORS = 32
 MIX = Mix(cross_entropy=0.5, distance=0.5)  # the paper's 0.1 and 0.9 start slowly on little data
@@ -60,6 +61,7 @@ class DSparkTraining(nn.Module):
         self.lm_head = nn.Parameter(head[draft_ids].float().clone())
         self.markov_first = nn.Parameter(torch.randn(len(embedding), RANK) * 0.5)
         self.markov_second = nn.Parameter(torch.zeros(len(draft_ids), RANK))  # the correction begins as none
+        self.joint, self.joint_bias = _matrix(3 * RANK, 2 * RANK + width), nn.Parameter(torch.zeros(3 * RANK))
         self.confidence = nn.Parameter(torch.zeros(width + RANK))
         self.confidence_bias = nn.Parameter(torch.zeros(1))
 
@@ -68,19 +70,33 @@ class DSparkTraining(nn.Module):
         anchors, slots = self.draw_anchors(batch), self.block_length(batch.number)
         states = self.blocks(batch, anchors, slots)  # [B, A, G, H]
         rows, law_rows, slot, previous = self._pick(batch, anchors, slots)
-        embedded = F.embedding(previous, self.markov_first).to(self.dtype)  # [n, r]
-        picked = states.flatten(0, 2).index_select(0, rows)
-        wide = torch.cat((picked, embedded), dim=-1)
+        embedded = F.embedding(previous, self.markov_first).to(self.dtype)  # [B, A, G, r]
+        wide = torch.cat((states, self.corrections(states, embedded)), dim=-1).flatten(0, 2).index_select(0, rows)
+        judged_by = torch.cat((states, embedded), dim=-1).flatten(0, 2).index_select(0, rows)
         head = torch.cat((self.lm_head, self.markov_second), dim=-1).to(self.dtype)  # base and correction are one product
         weight = torch.exp(-slot / SLOT_DECAY)
         weight = weight / weight.sum().clamp(min=1e-9)
         laws = draft_laws(batch.hidden.to(self.dtype).flatten(0, 1), self.target_head)
         loss, overlap = linear_draft_loss(wide, head, laws, law_rows, row_weight=weight, mix=MIX)
-        trust = wide.detach().float() @ self.confidence + self.confidence_bias  # it reads the states, and does not bend them
+        trust = judged_by.detach().float() @ self.confidence + self.confidence_bias  # it reads the states, and does not bend them
         judged = F.binary_cross_entropy_with_logits(trust, overlap.clamp(0, 1), weight=weight, reduction="sum")
         count = torch.bincount(slot, minlength=self.slots).clamp(min=1)
         by_slot = torch.zeros(self.slots).index_add_(0, slot, 1 - overlap) / count
         return loss + judged, by_slot
+
+    def corrections(self, states: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """What the correction reads at each slot, [..., G, r], from states [..., G, H] and the tokens before [..., G, r].
+
+        The recurrent form: a small state is carried along the block, so a slot knows all tokens before it.
+        """
+        joint, carried, found = self.joint.to(self.dtype), torch.zeros_like(embedded[..., 0, :]), []
+        for slot in range(states.shape[-2]):
+            read = torch.cat((carried, embedded[..., slot, :], states[..., slot, :]), dim=-1)
+            gate, fresh, out = F.linear(read, joint, self.joint_bias.to(self.dtype)).chunk(3, dim=-1)
+            keep = torch.sigmoid(gate)
+            carried = keep * carried + (1 - keep) * torch.tanh(fresh)
+            found.append(torch.tanh(out))
+        return torch.stack(found, dim=-2)
 
     def block_length(self, number: int) -> int:
         """Slots of a batch's blocks: every third batch has shorter ones, since a server drafts fewer when it is busy."""
@@ -140,15 +156,15 @@ class DSparkTraining(nn.Module):
         return F.linear(rows, weight).view(*rows.shape[:-1], -1, self.head_dim)
 
     def _pick(self, batch: Batch, anchors: torch.Tensor, slots: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Slots that are trained: their rows of [B * A * G], their laws' rows of [B * T], their numbers, the token before each."""
+        """Slots that are trained: their rows of [B * A * G], their laws' rows of [B * T], their numbers; the token before any [B, A, G]."""
         length = batch.ids.shape[1]
         places = anchors[:, :, None] + torch.arange(slots)  # the slot at place t predicts token t + 1
         inside = places + 1 < length
         owned = batch.own.gather(1, (places + 1).clamp(max=length - 1).flatten(1)).view(places.shape) & inside
         valid = owned.long().cumprod(dim=2).bool()  # a block ends with the answer
         sequence, _, slot = valid.nonzero(as_tuple=True)
-        flat = places[valid]
-        return valid.flatten().nonzero()[:, 0], sequence * length + flat, slot, batch.ids[sequence, flat]
+        previous = batch.ids.gather(1, places.clamp(max=length - 1).flatten(1)).view(places.shape)
+        return valid.flatten().nonzero()[:, 0], sequence * length + places[valid], slot, previous
 
     @torch.no_grad()
     def drafts(self, batch: Batch) -> torch.Tensor:
@@ -161,19 +177,25 @@ class DSparkTraining(nn.Module):
             states = self.blocks(batch, anchors.expand(len(batch.ids), -1), self.slots)
             places = (anchors[:, None] + torch.arange(self.slots)).clamp(max=length - 1)  # what is drafted behind the text is not read
             embedded = F.embedding(batch.ids[:, places], self.markov_first).to(self.dtype)
-            found[:, anchors] = self.draft_ids[(torch.cat((states, embedded), dim=-1) @ head.T).argmax(dim=-1)]
+            wide = torch.cat((states, self.corrections(states, embedded)), dim=-1)
+            found[:, anchors] = self.draft_ids[(wide @ head.T).argmax(dim=-1)]
         return found
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The weights under their public names, in bf16, without the vocabulary's maps."""
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Views of the parameters under their public names."""
         named: dict[str, torch.Tensor] = {"fc.weight": self.fc, "hidden_norm.weight": self.context_norm, "norm.weight": self.norm}
         named |= {"lm_head.weight": self.lm_head, "confidence_head.proj.bias": self.confidence_bias}
         named |= {"markov_head.markov_w1.weight": self.markov_first, "markov_head.markov_w2.weight": self.markov_second}
+        named |= {"markov_head.joint_proj.weight": self.joint, "markov_head.joint_proj.bias": self.joint_bias}
         named |= {"confidence_head.proj.weight": self.confidence[None]}
         for index, layer in enumerate(self._layers()):
             for name, public in _PUBLIC.items():
                 named[f"layers.{index}.{public}.weight"] = layer[name]
-        return {name: weight.detach().to(torch.bfloat16).contiguous() for name, weight in named.items()}
+        return named
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The weights as they are exported, without the vocabulary's maps."""
+        return public_tensors(self.weights())
 
     def maps(self) -> dict[str, torch.Tensor]:
         """d2t and t2d."""
@@ -183,7 +205,7 @@ class DSparkTraining(nn.Module):
         """config.json of the exported head."""
         own = {"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "block_size": self.slots, "mask_token_id": self.mask_token_id}
         own |= {"sample_from_anchor": True, "target_layer_ids": [tap - 1 for tap in self.taps]}
-        own |= {"markov_rank": RANK, "markov_head_type": "vanilla", "enable_confidence_head": True, "confidence_head_with_markov": True}
+        own |= {"markov_rank": RANK, "markov_head_type": "rnn", "enable_confidence_head": True, "confidence_head_with_markov": True}
         return own | shared_keys(self.target, num_layers=len(self.layers), draft_vocab=len(self.draft_ids))
 
 

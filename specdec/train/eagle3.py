@@ -21,6 +21,7 @@ from specdec.train.features import taps_of
 from specdec.train.layers import rms_norm, rope_table, rotate, silu_mlp
 from specdec.train.losses import draft_laws, linear_draft_loss
 from specdec.train.public_config import head_dim_of, shared_keys, theta_of
+from specdec.train.warm_start import public_tensors
 
 THIN = 2  # roll-out steps behind the first see every second sequence: they cost as much, and teach less
 STEP_DECAY = 0.8  # weight of each roll-out step against the one before
@@ -130,8 +131,8 @@ class Eagle3Training(nn.Module):
             found[:, 1 : 1 + output.shape[1], step] = self.draft_ids[(output @ head.T).argmax(dim=-1)]
         return found
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The weights under their public names (SafeAILab's), in bf16, without the vocabulary's maps."""
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Views of the parameters under their public names (SafeAILab's)."""
         named = {f"fc_norm.{i}.weight": norm for i, norm in enumerate(self.fc_norm)}
         named |= {"fc.weight": self.fc, "norm.weight": self.norm, "lm_head.weight": self.lm_head}
         layer = {
@@ -140,7 +141,11 @@ class Eagle3Training(nn.Module):
             "mlp.gate_proj": self.gate, "mlp.up_proj": self.up, "mlp.down_proj": self.down,
         }  # fmt: skip
         named |= {f"midlayer.{name}.weight": weight for name, weight in layer.items()}
-        return {name: weight.detach().to(torch.bfloat16).contiguous() for name, weight in named.items()}
+        return named
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The weights as they are exported, without the vocabulary's maps."""
+        return public_tensors(self.weights())
 
     def maps(self) -> dict[str, torch.Tensor]:
         """d2t and t2d."""

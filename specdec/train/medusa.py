@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from specdec.train.batches import Batch, predicted_rows
 from specdec.train.evaluation import NO_DRAFT
 from specdec.train.losses import draft_laws, linear_draft_loss
+from specdec.train.warm_start import public_tensors
 
 HEAD_DECAY = 0.8  # weight of each head against the one before (the authors')
 
@@ -73,11 +74,15 @@ class MedusaTraining(nn.Module):
             found[:, 1:, index] = self.draft_ids[(state[:, :-1] @ head.T).argmax(dim=-1)]
         return found
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The weights under vLLM's names, in bf16, without the vocabulary's map."""
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Views of the parameters under vLLM's names."""
         named = {f"blocks.{index}.layers.0.weight": block for index, block in enumerate(self.blocks)}
         named["lm_heads.0.weight"] = self.lm_head
-        return {name: weight.detach().to(torch.bfloat16).contiguous() for name, weight in named.items()}
+        return named
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The weights as they are exported, without the vocabulary's maps."""
+        return public_tensors(self.weights())
 
     def maps(self) -> dict[str, torch.Tensor]:
         """Target id of each draft id."""

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file
@@ -25,6 +25,7 @@ from specdec.train.evaluation import serve_held_out
 from specdec.train.fit import FitOptions, Progress, checkpoint_path, fit, load_averaged
 from specdec.train.medusa import MedusaTraining
 from specdec.train.shards import Corpus, save_atomically, shard_paths
+from specdec.train.warm_start import Weighted, begin_from, exported_draft_ids
 
 METHODS: dict[str, Any] = {"eagle3": Eagle3Training, "dspark": DSparkTraining, "medusa": MedusaTraining}
 DRAFT_VOCAB = 8192
@@ -54,22 +55,26 @@ class TargetTables:
 
 
 class TrainingRun:
-    """A method, its data and its directory.
+    """A method, its data and its directory. init: an exported head to begin from, in a run without a checkpoint.
 
     Raises:
-        ConfigError: unknown method, or data without features.
+        ConfigError: unknown method, data without features, or a head that is not of this method and target.
     """
 
-    def __init__(self, method: str, *, data: Path, directory: Path, target: TargetTables, always: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, method: str, *, data: Path, directory: Path, target: TargetTables, always: tuple[int, ...] = (), init: Path | None = None
+    ) -> None:
         if method not in METHODS:
             raise ConfigError(f"method is {method!r}, but heads are trained for {', '.join(METHODS)}")
         self.method, self.data, self.directory, self.target = method, data, directory, target
         self.corpus = Corpus(data, features=True)
-        self.draft_ids = self._vocabulary(always)
+        self.draft_ids = self._vocabulary(always, init)
         torch.manual_seed(0)  # of the first weights
         self.head: nn.Module = METHODS[method](
             target.config, embedding=target.embedding, head=target.head, draft_ids=self.draft_ids, taps=self.corpus.layers
         )
+        if init is not None and not checkpoint_path(directory).exists():
+            begin_from(cast("Weighted", self.head), init)
 
     def fit(self, options: FitOptions, show: Callable[[Progress], None]) -> None:
         """Train, or go on training."""
@@ -96,13 +101,16 @@ class TrainingRun:
         provenance = self._provenance(int(state["step"]))
         (out / "provenance.json").write_text(json.dumps(provenance, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
-    def _vocabulary(self, always: tuple[int, ...]) -> torch.Tensor:
+    def _vocabulary(self, always: tuple[int, ...], init: Path | None) -> torch.Tensor:
         path = self.directory / "draft_ids.safetensors"
         if path.exists():
             stored: torch.Tensor = load_file(path)["draft_ids"]
             return stored
-        counts = count_ids(self.corpus.documents("train"), self.target.config.vocab_size)
-        draft_ids = choose_draft_ids(counts, min(DRAFT_VOCAB, len(counts)), always=always)
+        if init is not None:
+            draft_ids = exported_draft_ids(init)
+        else:
+            counts = count_ids(self.corpus.documents("train"), self.target.config.vocab_size)
+            draft_ids = choose_draft_ids(counts, min(DRAFT_VOCAB, len(counts)), always=always)
         self.directory.mkdir(parents=True, exist_ok=True)
         save_atomically({"draft_ids": draft_ids}, path)
         return draft_ids

@@ -33,6 +33,7 @@ class BlockSpec:
     vocab: int = 97
     draft_vocab: int = 40
     rank: int = 8
+    markov: str = "vanilla"
     drafts: int = 7
     mask_token_id: int = 5
     taps: tuple[int, ...] = (1, 2)
@@ -69,6 +70,13 @@ def random_weights(spec: BlockSpec, *, seed: int = 0) -> Weights:
         shapes["lm_head.weight"] = (spec.draft_vocab, width)
     if spec.method == "dspark":
         shapes |= {"markov_head.markov_w1.weight": (spec.vocab, spec.rank), "markov_head.markov_w2.weight": (spec.draft_vocab, spec.rank)}
+        if spec.markov == "gated":
+            shapes |= {"markov_head.gate_proj.weight": (spec.rank, width + spec.rank), "markov_head.gate_proj.bias": (spec.rank,)}
+        if spec.markov == "rnn":
+            shapes |= {
+                "markov_head.joint_proj.weight": (3 * spec.rank, width + 2 * spec.rank),
+                "markov_head.joint_proj.bias": (3 * spec.rank,),
+            }
         if spec.has_confidence:
             shapes |= {"confidence_head.proj.weight": (1, width + spec.rank), "confidence_head.proj.bias": (1,)}
     generator = torch.Generator().manual_seed(seed)
@@ -111,7 +119,7 @@ def config_json(spec: BlockSpec) -> dict[str, Any]:
     }
     keys: dict[str, Any] = {"draft_vocab_size": spec.draft_vocab, "mask_token_id": spec.mask_token_id}
     if spec.method == "dspark":
-        keys |= {"markov_rank": spec.rank, "markov_head_type": "vanilla", "sample_from_anchor": spec.from_anchor}
+        keys |= {"markov_rank": spec.rank, "markov_head_type": spec.markov, "sample_from_anchor": spec.from_anchor}
         keys |= {"enable_confidence_head": spec.has_confidence, "confidence_head_with_markov": True}
     keys["block_size"] = spec.drafts + (spec.method == "dflash")
     if spec.is_speculators:
@@ -155,11 +163,13 @@ class PlainBlock:
         """Choose slot by slot; each choice corrects the next one's logits."""
         weights, drafts, trust, previous = self.weights, [], [], text[-1]
         head = weights.get("lm_head.weight", self.model.lm_head.weight)
+        state = torch.zeros(self.spec.rank)
         for row in rows[int(self.spec.has_bonus_row) :][:count]:
             logits = head @ row
             if self.spec.method == "dspark":
                 embedded = weights["markov_head.markov_w1.weight"][previous]
-                logits = logits + weights["markov_head.markov_w2.weight"] @ embedded
+                corrected, state = self.correct(embedded, row, state)
+                logits = logits + weights["markov_head.markov_w2.weight"] @ corrected
                 if self.spec.has_confidence:
                     score = weights["confidence_head.proj.weight"][0] @ torch.cat([row, embedded]) + weights["confidence_head.proj.bias"][0]
                     trust.append(float(torch.sigmoid(score)))
@@ -167,6 +177,18 @@ class PlainBlock:
             previous = best if self.offsets is None else best + int(self.offsets[best])
             drafts.append(previous)
         return drafts, trust
+
+    def correct(self, embedded: torch.Tensor, row: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What W2 is applied to, and what the next slot gets."""
+        weights, rank = self.weights, self.spec.rank
+        if self.spec.markov == "vanilla":
+            return embedded, state
+        if self.spec.markov == "gated":
+            gate = weights["markov_head.gate_proj.weight"] @ torch.cat([row, embedded]) + weights["markov_head.gate_proj.bias"]
+            return embedded * torch.sigmoid(gate), state
+        joint = weights["markov_head.joint_proj.weight"] @ torch.cat([state, embedded, row]) + weights["markov_head.joint_proj.bias"]
+        keep = torch.sigmoid(joint[:rank])
+        return torch.tanh(joint[2 * rank :]), state * keep + torch.tanh(joint[rank : 2 * rank]) * (1 - keep)
 
     def block(self, text: Sequence[int], count: int) -> torch.Tensor:
         """Normed states [W, H] of the block behind text[:-1], whose states are its context."""

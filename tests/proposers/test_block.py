@@ -30,6 +30,8 @@ from tests.proposers.tiny import prompts, request, resolved_for, run
 HEADS = {
     "dspark": BlockSpec(),
     "dflash": BlockSpec(method="dflash", has_qk_norm=False, draft_vocab=97),
+    "gated": BlockSpec(markov="gated"),
+    "rnn": BlockSpec(markov="rnn"),
     "fill-in": BlockSpec(is_speculators=True, from_anchor=False, has_confidence=False),
 }
 
@@ -144,7 +146,8 @@ def test_in_a_hybrid_its_context_stays_whole(target_path: Path, heads: dict[str,
         (BlockSpec(), ("d2t",), {}, "d2t"),
         (BlockSpec(), (), {"selector.weight": torch.zeros(2, 2)}, "unexpected tensor `selector.weight`"),
         (BlockSpec(mask_token_id=97), (), {}, "mask_token_id is 97, but the vocabulary has 97 ids"),
-        (BlockSpec(extra={"markov_head_type": "gated"}), (), {}, "markov_head_type is 'gated'"),
+        (BlockSpec(extra={"markov_head_type": "tree"}), (), {}, "markov_head_type is 'tree'"),
+        (BlockSpec(markov="rnn"), ("markov_head.joint_proj.weight",), {}, "markov_head.joint_proj.weight"),
         (BlockSpec(extra={"architectures": ["DFlash2DraftModel"]}), (), {}, "DFlash2"),
         (BlockSpec(extra={"architectures": ["XPressDraftModel"]}), (), {}, "XPress"),
         (BlockSpec(taps=(1, 2, 3), extra={"target_layer_ids": [0, 1]}), (), {}, "fc.weight"),

@@ -15,7 +15,7 @@ from specdec.config.engine import ResolvedConfig
 from specdec.errors import ConfigError
 from specdec.train.batches import collate
 from specdec.train.draft_vocabulary import choose_draft_ids
-from specdec.train.dspark import DSparkTraining
+from specdec.train.dspark import RANK, DSparkTraining
 from specdec.train.eagle3 import Eagle3Training
 from specdec.train.evaluation import accepted_lengths, serve_held_out, walk
 from specdec.train.features import make_features
@@ -144,7 +144,7 @@ def test_a_dspark_block_is_the_papers(taught: Taught, tmp_path: Path) -> None:
     anchors = torch.tensor([[1, 9, 30]])
     with torch.no_grad():
         blocks = head.blocks(batch, anchors, 4)
-    spec = BlockSpec(draft_vocab=97, taps=(1, 2), rank=32, drafts=4)
+    spec = BlockSpec(draft_vocab=97, taps=(1, 2), rank=RANK, markov="rnn", drafts=4)
     reference = PlainBlock(taught.target, save(head, tmp_path / "head"), spec)
     for place, anchor in enumerate(anchors[0].tolist()):
         rows = reference.block(document.ids[: anchor + 1].tolist(), 4)
@@ -255,6 +255,21 @@ def _stop_after(step: int) -> Any:
             raise KeyboardInterrupt
 
     return show
+
+
+def test_a_run_begins_from_an_exported_head(taught: Taught, tmp_path: Path) -> None:
+    first = TrainingRun("dspark", data=taught.data, directory=tmp_path / "first", target=taught.tables)
+    first.fit(replace(OPTIONS, steps=4), lambda _: None)
+    first.export(tmp_path / "head")
+    again = TrainingRun("dspark", data=taught.data, directory=tmp_path / "again", target=taught.tables, init=tmp_path / "head")
+    assert torch.equal(again.draft_ids, first.draft_ids)
+    stored = load_file(tmp_path / "head" / "model.safetensors")
+    head: Any = again.head
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in head.tensors().items())
+    with pytest.raises(ConfigError, match=r"fc_norm\.0\.weight is nothing"):
+        TrainingRun("eagle3", data=taught.data, directory=tmp_path / "other", target=taught.tables, init=tmp_path / "head")
+    with pytest.raises(ConfigError, match="has no model.safetensors"):
+        TrainingRun("dspark", data=taught.data, directory=tmp_path / "none", target=taught.tables, init=tmp_path)
 
 
 # -- bad input -----------------------------------------------------------------------------------------------------------
