@@ -170,33 +170,64 @@ class DrafterConfig(SpeculativeBase):
         return self
 
 
+class ChainConfig(DrafterConfig):
+    """A drafter that makes one draft after the other.
+
+    draft_confidence_threshold: a chain ends before the probability of all its drafts together, in the drafter's own eyes, falls below it.
+    """
+
+    draft_confidence_threshold: Probability = 0.0
+
+    @model_validator(mode="after")
+    def _check_chain(self) -> ChainConfig:
+        if self.draft_confidence_threshold:
+            check_confidence_threshold(self, self.draft_sample_method)
+        return self
+
+
+def check_confidence_threshold(config: ChainConfig, draft_sample_method: str, *, prefix: str = "") -> None:
+    """Refuse a threshold where the length of a chain would depend on sampled drafts, or where all drafts come from one pass.
+
+    Raises:
+        ConfigError: names the key, behind `prefix`.
+    """
+    name = f"{prefix}draft_confidence_threshold"
+    if draft_sample_method != "greedy":
+        refuse(name, f"needs greedy drafts, but draft_sample_method is `{draft_sample_method}`", "drop one of the two")
+    if getattr(config, "parallel_drafting", False):
+        refuse(name, "ends chains, but with parallel_drafting all drafts come from one pass", "drop one of the two")
+
+
 class HeadConfig(DrafterConfig):
     """A drafter that lives in a checkpoint of its own."""
 
     model: Text
 
 
-class DraftModelConfig(HeadConfig):
+class DraftModelConfig(ChainConfig):
     """A small causal language model. parallel_drafting: one trained with mask tokens, which drafts in one pass.
 
     use_heterogeneous_vocab: the draft has another tokenizer; it drafts what both know.
     """
 
     method: Literal["draft_model"] = "draft_model"
+    model: Text
     parallel_drafting: Flag = False
     use_heterogeneous_vocab: Flag = False
 
 
-class EagleConfig(HeadConfig):
+class EagleConfig(ChainConfig):
     """A head on the target's last hidden state."""
 
     method: Literal["eagle"] = "eagle"
+    model: Text
 
 
-class Eagle3Config(HeadConfig):
+class Eagle3Config(ChainConfig):
     """A head on several of the target's hidden states. parallel_drafting: a P-EAGLE head."""
 
     method: Literal["eagle3"] = "eagle3"
+    model: Text
     parallel_drafting: Flag = False
 
 
@@ -246,7 +277,7 @@ class MlpSpeculatorConfig(HeadConfig):
     method: Literal["mlp_speculator"] = "mlp_speculator"
 
 
-class EarlyExitConfig(DrafterConfig):
+class EarlyExitConfig(ChainConfig):
     """The target's first `exit_layer` decoder layers as drafter; `model`: a trained adapter, optional."""
 
     method: Literal["early_exit"] = "early_exit"

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from specdec.config import parse
 from specdec.config.fields import LOSSY_RULES, Count, SpeculativeBase, check_schedule, refuse
 from specdec.config.method_configs import (
+    ChainConfig,
     CustomClassConfig,
     DflashConfig,
     DraftModelConfig,
@@ -29,6 +30,7 @@ from specdec.config.method_configs import (
     NgramGpuConfig,
     OneHotConfig,
     SuffixConfig,
+    check_confidence_threshold,
 )
 from specdec.errors import ConfigError
 
@@ -89,6 +91,8 @@ class HybridConfig(SpeculativeBase):
         if self.draft_sample_method != "greedy" and all(isinstance(source, OneHotConfig) for source in self.sources):
             refuse("draft_sample_method", f"is `{self.draft_sample_method}`, but none of {methods} has draft logits", "leave it out")
         for index, source in enumerate(self.sources):
+            if isinstance(source, ChainConfig) and source.draft_confidence_threshold:
+                check_confidence_threshold(source, self.draft_sample_method, prefix=f"sources[{index}].")
             for name in sorted(_SHARED_FIELDS & source.model_fields_set):
                 refuse(f"sources[{index}].{name}", "is decided for the whole hybrid", f"move {name} beside `sources`")
         return self

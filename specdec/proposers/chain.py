@@ -23,7 +23,9 @@ def extend_chains(rail: DraftRail, step: StepView, draws: ChainDraws, *, wanted:
     Draft i is fed at position anchor + i, so that KV is written there for all drafts but a request's last.
     """
     for depth in range(1, max(wanted.values(), default=1)):
-        left = [request for request in draws.tokens if wanted[request] > depth]
+        left = draws.going_on(draws.tokens, wanted)
+        if not left:
+            return
         places = [draws.anchors[request] + depth for request in left]
         rows = paged_rows(rail, step, [Span(request, place, place + 1) for request, place in zip(left, places, strict=True)])
         draws.draw(left, forward(torch.tensor(draws.newest(left), device=rail.device), rows))

@@ -40,11 +40,18 @@ def lay_out(step: StepView, *, block_size: int, max_len: int) -> ChainRows:
 
 
 def grow_chains(
-    chain: FusedChain, rail: DraftRail, step: StepView, rows: ChainRows, *, taps: Sequence[torch.Tensor], is_greedy: bool
+    chain: FusedChain,
+    rail: DraftRail,
+    step: StepView,
+    rows: ChainRows,
+    *,
+    taps: Sequence[torch.Tensor],
+    is_greedy: bool,
+    least_trust: float,
 ) -> GrownChains:
     """Extend the draft KV over all committed rows, and draft where `is_greedy`; else only the first states are made."""
     most = int(rows.wanted.max(initial=0)) if is_greedy else 0
-    return chain.run(taps, rows, step.block_table.numpy(), rail.kv, most=most)
+    return chain.run(taps, rows, step.block_table.numpy(), rail.kv, most=most, least_trust=least_trust)
 
 
 def chain_batch(step: StepView, rows: ChainRows, grown: GrownChains, *, source: str) -> DraftBatch:

@@ -46,6 +46,7 @@ class DraftModelProposer(BaseProposer):
         limits = (resolved.max_model_len, getattr(resolved.draft_hf_config, "max_position_embeddings", None), config.max_model_len)
         self.max_len = min(limit for limit in limits if limit is not None)
         self._draft_sample_method = config.draft_sample_method
+        self._least_trust = float(config.draft_confidence_threshold)
         self.tokens = _tokens_of(resolved)
         self.vocabulary = DraftVocabulary(self.tokens.id_map)
         self.model: TargetModel | None = self._load()
@@ -85,7 +86,10 @@ class DraftModelProposer(BaseProposer):
         stops = [min(length.num_computed + (i in wanted), self.max_len) for i, length in enumerate(lengths)]
         spans = [Span(i, start, stop) for i, (start, stop) in enumerate(zip(starts, stops, strict=True)) if start < stop]
         draws = ChainDraws(
-            self.vocabulary.sampling(step.sampling), {i: lengths[i].num_computed for i in wanted}, method=self._draft_sample_method
+            self.vocabulary.sampling(step.sampling),
+            {i: lengths[i].num_computed for i in wanted},
+            method=self._draft_sample_method,
+            least_trust=self._least_trust,
         )
         self._catch_up(step, spans, draws)
         extend_chains(self.rail, step, draws, wanted=wanted, forward=self._forward)

@@ -10,7 +10,7 @@ uniform that the target will use at that position, so that similar laws give equ
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -77,10 +77,15 @@ def _allowed(
 
 
 class ChainDraws:
-    """The chains of one step while they grow, by batch index. anchors: position of the token that each drafting request's chain follows."""
+    """The chains of one step while they grow, by batch index. anchors: position of the token that each drafting request's chain follows.
 
-    def __init__(self, sampling: DraftSampling, anchors: Mapping[int, int], *, method: DraftSampleMethod) -> None:
-        self.sampling, self.anchors, self.method = sampling, anchors, method
+    least_trust: a chain ends before the chance of all its drafts together, by the draft's own law, falls below it; only for
+    greedy drafts, since the length of a chain may not depend on what was drawn.
+    """
+
+    def __init__(self, sampling: DraftSampling, anchors: Mapping[int, int], *, method: DraftSampleMethod, least_trust: float = 0.0) -> None:
+        self.sampling, self.anchors, self.method, self._least_trust = sampling, anchors, method, least_trust
+        self._trust = dict.fromkeys(anchors, 1.0) if least_trust else {}
         self.tokens: dict[int, list[int]] = {request: [] for request in anchors}
         self._laws: dict[int, list[torch.Tensor]] = {request: [] for request in anchors}
 
@@ -96,10 +101,22 @@ class ChainDraws:
             method=self.method,
             paths={request: chain for request, chain in self.tokens.items() if -1 not in chain},
         )
+        trusted = self._trusted(requests, logits, drawn.ids) if self._least_trust else [True] * len(requests)
         for row, (request, token) in enumerate(zip(requests, drawn.ids.tolist(), strict=True)):
-            self.tokens[request].append(token)
+            if trusted[row]:
+                self.tokens[request].append(token)
             if drawn.logits is not None:
                 self._laws[request].append(drawn.logits[row])
+
+    def going_on(self, requests: Iterable[int], wanted: Mapping[int, int]) -> list[int]:
+        """Return those of `requests` whose chains want further drafts and have not ended."""
+        return [x for x in requests if wanted[x] > len(self.tokens[x]) and self._trust.get(x, 1.0) >= self._least_trust]
+
+    def _trusted(self, requests: Sequence[int], logits: torch.Tensor, ids: torch.Tensor) -> list[bool]:
+        chances = logits.float().softmax(dim=-1).gather(1, ids.clamp(min=0)[:, None])[:, 0].tolist()
+        for request, chance in zip(requests, chances, strict=True):
+            self._trust[request] *= chance
+        return [self._trust[request] >= self._least_trust for request in requests]
 
     def newest(self, requests: Sequence[int]) -> list[int]:
         """Return each request's newest draft as an id that a model can be fed: 0 in place of a draft that could not be drawn."""

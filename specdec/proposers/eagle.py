@@ -48,6 +48,7 @@ class EagleProposer(HeadProposer[DraftHead]):
     def __init__(self, resolved: ResolvedConfig) -> None:
         assert resolved.traits is not None, "a proposer is built for a resolved method"
         super().__init__(resolved, build=_HEADS[resolved.traits.method])
+        self._least_trust = float(getattr(resolved.engine.speculative, "draft_confidence_threshold", 0.0))
 
     def propose(self, step: StepView) -> DraftBatch:
         """Run the head over the rows that became text, then draft from its own output."""
@@ -59,7 +60,8 @@ class EagleProposer(HeadProposer[DraftHead]):
             step, [x.num_sampled for x in lengths], num_tokens=[x.num_computed + 1 for x in lengths], max_len=self.max_len
         )
         anchors = {request: lengths[request].num_computed for request in wanted}
-        draws = ChainDraws(self.vocabulary.sampling(step.sampling), anchors, method=self._draft_sample_method)
+        sampling = self.vocabulary.sampling(step.sampling)
+        draws = ChainDraws(sampling, anchors, method=self._draft_sample_method, least_trust=self._least_trust)
         features = self._extend(step, lengths, draws)
         self._continue(step, draws, wanted, features)
         return draws.batch(len(lengths), source=self.traits.method, id_map=self.vocabulary.id_map)
@@ -70,12 +72,13 @@ class EagleProposer(HeadProposer[DraftHead]):
         rows = lay_out(step, block_size=rail.block_size, max_len=self.max_len)
         is_greedy = self._draft_sample_method == "greedy" and step.sampling.token_mask is None
         taps = [step.taps[tap] for tap in self.traits.taps]
-        grown = grow_chains(chain, rail, step, rows, taps=taps, is_greedy=is_greedy)
+        grown = grow_chains(chain, rail, step, rows, taps=taps, is_greedy=is_greedy, least_trust=self._least_trust)
         if is_greedy:
             return chain_batch(step, rows, grown, source=self.traits.method)
         requests = rows.chains.tolist()
         anchors = dict(zip(requests, rows.anchors.tolist(), strict=True))
-        draws = ChainDraws(self.vocabulary.sampling(step.sampling), anchors, method=self._draft_sample_method)
+        sampling = self.vocabulary.sampling(step.sampling)
+        draws = ChainDraws(sampling, anchors, method=self._draft_sample_method, least_trust=self._least_trust)
         if requests:
             draws.draw(requests, head.compute_logits(grown.scored))
             self._continue(step, draws, dict(zip(requests, rows.wanted.tolist(), strict=True)), grown.fed_back)
@@ -109,8 +112,10 @@ class EagleProposer(HeadProposer[DraftHead]):
         active = list(draws.anchors)
         for depth in range(1, max(wanted.values(), default=1)):
             assert features is not None, "requests that draft have committed rows"
-            left = [request for request in active if wanted[request] > depth]
-            features = features[[index for index, request in enumerate(active) if wanted[request] > depth]]
+            left = draws.going_on(active, wanted)
+            if not left:
+                return
+            features = features[[active.index(request) for request in left]]
             places = [draws.anchors[request] - 1 + depth for request in left]
             rows = paged_rows(rail, step, [Span(request, place, place + 1) for request, place in zip(left, places, strict=True)])
             ids = torch.tensor(self.vocabulary.to_target(draws.newest(left)), device=rail.device)

@@ -44,6 +44,7 @@ class EarlyExitProposer(BaseProposer):
         self._first: LlamaModel | None = None
         self.exit_layer: int = config.exit_layer
         self._draft_sample_method = config.draft_sample_method
+        self._least_trust = float(config.draft_confidence_threshold)
         self.max_len = min(resolved.max_model_len, config.max_model_len or resolved.max_model_len)
 
     def bind(self, rail: DraftRail) -> None:
@@ -80,7 +81,9 @@ class EarlyExitProposer(BaseProposer):
         wanted = wanted_drafts(
             step, [x.num_sampled for x in lengths], num_tokens=[x.num_computed + 1 for x in lengths], max_len=self.max_len
         )
-        draws = ChainDraws(step.sampling, {i: lengths[i].num_computed for i in wanted}, method=self._draft_sample_method)
+        draws = ChainDraws(
+            step.sampling, {i: lengths[i].num_computed for i in wanted}, method=self._draft_sample_method, least_trust=self._least_trust
+        )
         if wanted:
             rows = paged_rows(self.rail, step, [Span(i, anchor, anchor + 1) for i, anchor in draws.anchors.items()])
             draws.draw(list(wanted), self._forward(committed_ids(step, rows), rows))

@@ -52,6 +52,13 @@ class PlainHead:
         features = self.reference.features(self.read(text[:-1])[1])
         return self.reference.chain(list(text[1:]), features, count, to_target=self.to_target)[0]
 
+    @torch.inference_mode()
+    def chances(self, text: Sequence[int], count: int) -> list[float]:
+        """The head's own probability of each of those drafts."""
+        features = self.reference.features(self.read(text[:-1])[1])
+        laws = self.reference.chain(list(text[1:]), features, count, to_target=self.to_target)[1]
+        return [float(law.softmax(dim=-1).max()) for law in laws]
+
     @torch.no_grad()
     def read(self, text: Sequence[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """(logits [T, V], the states that the head reads, each [T, H]) of the target over a text."""

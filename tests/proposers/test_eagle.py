@@ -59,6 +59,31 @@ def test_a_head_is_lossless_and_drafts_what_the_reference_drafts(
         assert given == reference.drafts(text, len(given)), f"behind {len(text)} tokens"
 
 
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+def test_a_chain_ends_where_the_head_doubts_it(target_path: Path, heads: dict[str, Path], name: str) -> None:
+    """What is drafted is the beginning of what would be drafted anyway, cut before the chance of the whole falls below the threshold."""
+    made: list[Recording] = []
+
+    def make(resolved: ResolvedConfig) -> Recording:
+        made.append(Recording(resolved))
+        return made[-1]
+
+    scenario, config = SCENARIOS[2], {"draft_confidence_threshold": 0.1}
+    resolved = headed(target_path, heads[name], HEADS[name], 5, config=config, **scenario.settings)
+    check_lossless(target_path, scenario, traits=resolved.traits, make=make, build=lambda _: resolved)
+    reference = plain_head(target_path, heads[name], HEADS[name])
+    lengths = set()
+    for text, given in made[0].seen[:: max(len(made[0].seen) // 40, 1)]:
+        drafts, chances = reference.drafts(text, 5), reference.chances(text, 5)
+        assert given == drafts[: len(given)]
+        together = 1.0
+        for chance in chances[: len(given)]:
+            together *= chance
+        assert together >= 0.1 - 1e-4
+        lengths.add(len(given))
+    assert len(lengths) > 1
+
+
 # -- sampled drafts ------------------------------------------------------------------------------------------------------
 
 

@@ -268,7 +268,7 @@ def test_a_run_begins_from_an_exported_head(taught: Taught, tmp_path: Path) -> N
     assert all(torch.equal(tensor, stored[name]) for name, tensor in head.tensors().items())
     with pytest.raises(ConfigError, match=r"fc_norm\.0\.weight is nothing"):
         TrainingRun("eagle3", data=taught.data, directory=tmp_path / "other", target=taught.tables, init=tmp_path / "head")
-    with pytest.raises(ConfigError, match="has no model.safetensors"):
+    with pytest.raises(ConfigError, match=r"has no model\.safetensors"):
         TrainingRun("dspark", data=taught.data, directory=tmp_path / "none", target=taught.tables, init=tmp_path)
 
 
