@@ -108,6 +108,9 @@ def serve(
     spec_method: Annotated[str | None, _opt("--spec-method", group=SPECULATION, help="Short for the key method.")] = None,
     spec_model: Annotated[str | None, _opt("--spec-model", group=SPECULATION, help="Short for the key model.")] = None,
     spec_tokens: Annotated[int | None, _opt("--spec-tokens", group=SPECULATION, help="Short for the key num_speculative_tokens.")] = None,
+    speculative_token_map: Annotated[
+        str | None, _opt("--speculative-token-map", group=SPECULATION, help="Short for the key token_map: file of the ids a head scores.")
+    ] = None,
     suffix_corpus: Annotated[
         list[str] | None,
         _opt("--suffix-corpus", group=SPECULATION, help="Text or .jsonl file that suffix drafting learns at start; may be repeated."),
@@ -215,7 +218,14 @@ def serve(
         engine,
         _drop_file_speculation(
             ctx,
-            SpeculationFlags(config=speculative_config, method=spec_method, model=spec_model, num_tokens=spec_tokens, off=no_speculation),
+            SpeculationFlags(
+                config=speculative_config,
+                method=spec_method,
+                model=spec_model,
+                num_tokens=spec_tokens,
+                token_map=speculative_token_map,
+                off=no_speculation,
+            ),
         ),
         listen=Listen(
             host=host,
@@ -251,6 +261,7 @@ SPECULATION_OPTIONS = {
     "spec_method": "method",
     "spec_model": "model",
     "spec_tokens": "num_tokens",
+    "speculative_token_map": "token_map",
     "no_speculation": "off",
 }
 
@@ -330,6 +341,9 @@ def verify(
     spec_method: Annotated[str | None, _opt("--spec-method", group=SPECULATION, help="Short for the key method.")] = None,
     spec_model: Annotated[str | None, _opt("--spec-model", group=SPECULATION, help="Short for the key model.")] = None,
     spec_tokens: Annotated[int | None, _opt("--spec-tokens", group=SPECULATION, help="Short for the key num_speculative_tokens.")] = None,
+    speculative_token_map: Annotated[
+        str | None, _opt("--speculative-token-map", group=SPECULATION, help="Short for the key token_map: file of the ids a head scores.")
+    ] = None,
     prompts: Annotated[str | None, _opt("--prompts", group=TEST, help="Text file, one prompt a line; none: built-in ones.")] = None,
     temperature: Annotated[float, _opt("--temperature", group=TEST, help="Of the sampled answers.")] = 0.8,
     tokens: Annotated[int | None, _opt("--tokens", group=TEST, help="Tokens to test for each law; none: 8000, or 2000.")] = None,
@@ -358,7 +372,9 @@ def verify(
     sizes = (QUICK if quick else {}) | {key: value for key, value in asked.items() if value is not None}
     return run_and_print(
         engine,
-        SpeculationFlags(config=speculative_config, method=spec_method, model=spec_model, num_tokens=spec_tokens),
+        SpeculationFlags(
+            config=speculative_config, method=spec_method, model=spec_model, num_tokens=spec_tokens, token_map=speculative_token_map
+        ),
         VerifyOptions(temperature=temperature, alpha=false_alarm, seed=seed, **sizes),
         prompts_path=prompts,
         quick=quick,

@@ -155,9 +155,13 @@ class ExtractHiddenStatesConfig(OneHotConfig):
 
 
 class DrafterConfig(SpeculativeBase):
-    """A drafter with weights. max_model_len: it stops drafting there (tokens). draft_tensor_parallel_size: one device, so 1."""
+    """A drafter with weights. max_model_len: it stops drafting there (tokens). draft_tensor_parallel_size: one device, so 1.
+
+    quantization: `int8` rounds an unquantised EAGLE-3 head when it is loaded, on CPUs with AMX int8 tiles.
+    """
 
     revision: Text | None = None
+    quantization: Literal["int8"] | None = None
     draft_tensor_parallel_size: Count | None = None
     max_model_len: Count | None = None
     enable_adaptive_verification: Flag = False
@@ -165,6 +169,8 @@ class DrafterConfig(SpeculativeBase):
     @model_validator(mode="after")
     def _check_drafter(self) -> DrafterConfig:
         size = self.draft_tensor_parallel_size
+        if self.quantization and self.method != "eagle3":
+            refuse("quantization", f"is `{self.quantization}`, but method `{self.method}` drafts in the target's dtype", "leave it out")
         if size not in (None, 1):
             refuse("draft_tensor_parallel_size", f"is {size}, but target and draft share one device here, so it must be 1", "leave it out")
         return self
@@ -217,10 +223,11 @@ class DraftModelConfig(ChainConfig):
 
 
 class EagleConfig(ChainConfig):
-    """A head on the target's last hidden state."""
+    """A head on the target's last hidden state. token_map: file of the ids that it scores, for it has no vocabulary of its own."""
 
     method: Literal["eagle"] = "eagle"
     model: Text
+    token_map: Text | None = None
 
 
 class Eagle3Config(ChainConfig):
@@ -232,9 +239,10 @@ class Eagle3Config(ChainConfig):
 
 
 class MtpConfig(DrafterConfig):
-    """Multi-token prediction layers; without `model` they come from the target's checkpoint."""
+    """Multi-token prediction layers; without `model` they come from the target's checkpoint. token_map: as for `eagle`."""
 
     method: Literal["mtp"] = "mtp"
+    token_map: Text | None = None
     index_share_for_mtp_iteration: Flag | None = None
 
 

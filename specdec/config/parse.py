@@ -23,7 +23,6 @@ logger = get_logger(__name__)
 _ONE_DEVICE = "one device serves target and draft"
 REFUSED_KEYS: dict[str, tuple[tuple[Any, ...], str, str]] = {  # key: (values that ask for nothing, reason, way out)
     "tensor_parallel_size": ((None,), "is not a key of the speculative config", "use draft_tensor_parallel_size, which must be 1 here"),
-    "quantization": ((None,), "is not supported: draft weights are served in the target's dtype", "use an unquantized draft checkpoint"),
     "moe_backend": ((None, "auto"), f"is not supported: {_ONE_DEVICE} with one MoE path", "leave it out"),
     "attention_backend": ((None, "auto"), "is not supported: the draft uses the target's attention kernels", "leave it out"),
     "kv_cache_dtype": ((None, "auto"), "is not supported: the draft's KV cache has the target's dtype", "leave it out"),
@@ -46,7 +45,12 @@ REFUSED_KEYS: dict[str, tuple[tuple[Any, ...], str, str]] = {  # key: (values th
     "target_parallel_config": ((None,), "is filled by the engine", "leave it out"),
     "draft_parallel_config": ((None,), "is filled by the engine", "leave it out"),
 }
-FLAGS = {"method": "--spec-method", "model": "--spec-model", "num_speculative_tokens": "--spec-tokens"}
+FLAGS = {
+    "method": "--spec-method",
+    "model": "--spec-model",
+    "num_speculative_tokens": "--spec-tokens",
+    "token_map": "--speculative-token-map",
+}
 _PREFIX = "speculative_config."
 _EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
 Owners: TypeAlias = Mapping[str, tuple[str, ...]]
@@ -77,13 +81,12 @@ def read_mapping(raw: str | Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def merge_flags(data: dict[str, Any], *, spec_method: str | None, spec_model: str | None, spec_tokens: int | None) -> None:
-    """Add the short flags to the mapping, in place.
+def merge_flags(data: dict[str, Any], flags: Mapping[str, Any]) -> None:
+    """Add the short flags, by their keys in FLAGS, to the mapping, in place. None: not given.
 
     Raises:
         ConfigError: a flag and its key, in either spelling, are both given.
     """
-    flags = {"method": spec_method, "model": spec_model, "num_speculative_tokens": spec_tokens}
     for key, value in flags.items():
         if value is None:
             continue

@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 from specdec.config import compatibility
 from specdec.config.checkpoints import Target, draft_hf_config, token_ids
 from specdec.config.inference import checkpoint_kind, mtp_depth, settle_method
-from specdec.config.method_configs import DraftModelConfig, Eagle3Config
+from specdec.config.method_configs import DraftModelConfig, Eagle3Config, EagleConfig, MtpConfig
 from specdec.config.speculative import (
     HybridConfig,
     SourceConfig,
@@ -80,11 +80,19 @@ def _resolve_one(config: SourceConfig, target: Target, max_model_len: int) -> Dr
     config = with_num_speculative_tokens(config, drafts)
     compatibility.check_sizes(config.method, keys, target.keys)
     compatibility.check_options(config, keys)
+    _check_token_map(config, target)
     if isinstance(config, DraftModelConfig) and not config.use_heterogeneous_vocab:
         _check_tokens(path, keys, target)
     limit = keys.get("max_position_embeddings")
     compatibility.check_draft_lengths(getattr(config, "max_model_len", None), draft_limit=limit, target_limit=max_model_len)
     return Draft(config, path, keys, draft_hf_config(path, keys), source)
+
+
+def _check_token_map(config: SourceConfig, target: Target) -> None:
+    if isinstance(config, EagleConfig | MtpConfig) and config.token_map is not None:
+        from specdec.models.token_map import read_token_map  # imports torch
+
+        read_token_map(config.token_map, int(target.keys["vocab_size"]))
 
 
 def _check_tokens(path: str, keys: Mapping[str, Any], target: Target) -> None:

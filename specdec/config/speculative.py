@@ -161,6 +161,7 @@ def parse_speculative(
     spec_method: str | None = None,
     spec_model: str | None = None,
     spec_tokens: int | None = None,
+    token_map: str | None = None,
 ) -> SpeculativeConfig | None:
     """Read --speculative-config and its short flags; None when nothing was asked. Pure: no file is opened.
 
@@ -169,10 +170,11 @@ def parse_speculative(
     """
     if isinstance(raw, SpeculativeBase):
         raw = _given(raw)
-    if raw is None and spec_method is None and spec_model is None and spec_tokens is None:
+    flags = {"method": spec_method, "model": spec_model, "num_speculative_tokens": spec_tokens, "token_map": token_map}
+    if raw is None and all(value is None for value in flags.values()):
         return None
     data = parse.read_mapping({} if raw is None else raw)
-    parse.merge_flags(data, spec_method=spec_method, spec_model=spec_model, spec_tokens=spec_tokens)
+    parse.merge_flags(data, flags)
     config = build(data)
     check_built(config)
     return config
@@ -189,7 +191,9 @@ def build(data: Mapping[str, Any]) -> SpeculativeConfig:
     kept["method"] = method
     if method == "hybrid" and isinstance(kept.get("sources"), list | tuple):
         kept["sources"] = tuple(_build_source(index, source, kept) for index, source in enumerate(kept["sources"]))
-    config = parse.validate(MODELS[method], kept, _OWNERS)
+    of_others = _OWNERS.keys() - MODELS[method].model_fields.keys()
+    asked = {name: value for name, value in kept.items() if value is not None or name not in of_others}  # null asks for nothing
+    config = parse.validate(MODELS[method], asked, _OWNERS)
     config._is_inferred = is_inferred
     return cast("SpeculativeConfig", config)
 

@@ -137,8 +137,7 @@ class ConfidenceHead:
 
 def _key_value_part(attention: Attention) -> Linear:
     """The K and V rows of a fused projection, for context rows, which have no query."""
-    qkv, first = attention.qkv, attention.shape.q_size
-    return Linear(qkv.weight[first:].contiguous(), None if qkv.bias is None else qkv.bias[first:].contiguous())
+    return attention.qkv.rows(slice(attention.shape.q_size, None))
 
 
 def _mask_token(hf_config: Any, vocab: int) -> int:

@@ -38,7 +38,11 @@ class HeadStates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSetting:
-    """Where a head is to run. taps: hidden states of the target it reads; target_width Ht: their size; vocab_size V: the target's."""
+    """Where a head is to run. taps: hidden states of the target it reads; target_width Ht: their size; vocab_size V: the target's.
+
+    draft_ids [Vd] int64, ascending: the target ids that a head without a vocabulary of its own scores, None for all.
+    quantization: `int8` rounds the head's weights where its methods and this machine can, else it is an error.
+    """
 
     dtype: torch.dtype
     device: torch.device
@@ -46,6 +50,8 @@ class HeadSetting:
     taps: tuple[Tap, ...]
     target_width: int
     vocab_size: int
+    draft_ids: torch.Tensor | None = None
+    quantization: str | None = None
 
 
 class Lender(Protocol):
@@ -53,6 +59,7 @@ class Lender(Protocol):
 
     embed_tokens: Callable[[torch.Tensor], torch.Tensor]  # [N] -> [N, Ht]
     compute_logits: Callable[[torch.Tensor], torch.Tensor]  # [L, Ht] -> [L, V] f32
+    reduced_head: Callable[[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]  # ids [Vd] -> ([L, Ht] -> [L, Vd] f32)
 
 
 class DraftHead(Protocol):
@@ -98,21 +105,37 @@ class DraftHead(Protocol):
 
 
 class TokenTables:
-    """Embedding and LM head of a draft head. Each is the checkpoint's own, or the target's where the checkpoint has none."""
+    """Embedding and LM head of a draft head. Each is the checkpoint's own, or the target's where the checkpoint has none.
 
-    def __init__(self, embedding: torch.Tensor | None, head: Linear | None, *, logit_scale: float = 1.0) -> None:
-        self.embedding, self.head, self.logit_scale = embedding, head, logit_scale
+    ids [Vd] int64: the target ids that are scored, None for all. Their rows of the LM head, row_bytes each, are copied from wherever it is.
+    """
+
+    def __init__(
+        self,
+        embedding: torch.Tensor | None,
+        head: Linear | None,
+        *,
+        logit_scale: float = 1.0,
+        ids: torch.Tensor | None = None,
+        row_bytes: int = 0,
+    ) -> None:
+        self.embedding, self.logit_scale, self.ids = embedding, logit_scale, ids
+        self._copied_bytes = 0 if ids is None or head is not None else len(ids) * row_bytes
+        self.head = head if head is None or ids is None else head.rows(ids)
         self._target: Lender | None = None
+        self._scores: Callable[[torch.Tensor], torch.Tensor] | None = None if self.head is None else self.head.wide
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the checkpoint's own tables."""
+        """Bytes of the checkpoint's own tables, and of what is copied of the target's."""
         embedding = 0 if self.embedding is None else self.embedding.numel() * self.embedding.element_size()
-        return embedding + (0 if self.head is None else self.head.num_bytes)
+        return embedding + (self._copied_bytes if self.head is None else self.head.num_bytes)
 
     def attach(self, target: Lender) -> None:
         """Use the target's tables in place of missing ones."""
         self._target = target
+        if self.head is None:
+            self._scores = target.compute_logits if self.ids is None else target.reduced_head(self.ids)
 
     @property
     def table(self) -> torch.Tensor | None:
@@ -128,11 +151,8 @@ class TokenTables:
 
     def logits(self, scored: torch.Tensor) -> torch.Tensor:
         """[L, H] -> [L, Vd] float32."""
-        if self.head is not None:
-            logits = self.head.wide(scored)
-        else:
-            assert self._target is not None, "the head was not attached to its target"
-            logits = self._target.compute_logits(scored)
+        assert self._scores is not None, "the head was not attached to its target"
+        logits = self._scores(scored)
         return logits if self.logit_scale == 1.0 else logits * self.logit_scale
 
 
@@ -152,8 +172,10 @@ class HeadReader(_LayerReader):
         """Whether the checkpoint holds a tensor of this name without `model.`."""
         return self.base + name in self.checkpoint
 
-    def tables(self, *, draft_vocab_size: int, can_share: bool) -> TokenTables:
+    def tables(self, *, draft_vocab_size: int, can_share: bool, ids: torch.Tensor | None = None) -> TokenTables:
         """Read embedding and LM head. can_share: whether the target has the same width, so that missing ones can be its own.
+
+        ids: the target ids to score, for a head without a vocabulary of its own.
 
         Raises:
             ConfigError: one is missing and the target's does not fit.
@@ -165,7 +187,8 @@ class HeadReader(_LayerReader):
         head = None
         if "lm_head.weight" in self.checkpoint or not can_share or draft_vocab_size != vocab:
             head = Linear(self.tensor("lm_head.weight", (draft_vocab_size, width)))
-        return TokenTables(embedding, head, logit_scale=float(getattr(self.config, "logit_scale", None) or 1.0))
+        scale = float(getattr(self.config, "logit_scale", None) or 1.0)
+        return TokenTables(embedding, head, logit_scale=scale, ids=ids, row_bytes=width * self.dtype.itemsize)
 
     def first_layer(self, name: str, *, in_size: int) -> FirstLayer:
         """Read the layer `name` whose query, key and value projections are in_size wide."""

@@ -1,7 +1,7 @@
 """EagleModel: the EAGLE-1 head (EAGLE-2 uses the same weights). The target's next feature is predicted, then read by its LM head.
 
 Owns: weights and arithmetic of the head. Must not know: requests, drawing, when it runs.
-Source: Li et al. 2401.15077; checkpoints as SafeAILab publishes them. Letters: N rows, H width.
+Source: Li et al. 2401.15077; checkpoints as SafeAILab publishes them. Letters: N rows, H width, Vd ids that it scores.
 
 Row j joins the token of position j + 1 with the normed feature of position j: fc, then decoder layers of which the first has no
 input norm. The stream behind them is both what the LM head reads and the feature that the next step feeds.
@@ -32,7 +32,6 @@ class EagleModel:
         ConfigError: its width is not the target's, or a tensor is missing or has another shape.
     """
 
-    id_map: torch.Tensor | None = None
     chain: FusedChain | None = None
 
     def __init__(self, hf_config: Any, checkpoint: Checkpoint, setting: HeadSetting) -> None:
@@ -44,7 +43,8 @@ class EagleModel:
                 f"draft hidden size {width} differs from target hidden size {setting.target_width}",
                 hint="choose a draft trained for this target",
             )
-        self.tables = reader.tables(draft_vocab_size=hf_config.vocab_size, can_share=True)
+        self.id_map = setting.draft_ids
+        self.tables = reader.tables(draft_vocab_size=hf_config.vocab_size, can_share=True, ids=setting.draft_ids)
         self.fc = reader.linear([f"{reader.base}fc"], [width], 2 * width)
         self.first = reader.first_layer("layers.0", in_size=width)
         self.rest = [reader.layer(index) for index in range(1, hf_config.num_hidden_layers)]
@@ -85,5 +85,5 @@ class EagleModel:
         return HeadStates(stream, stream)
 
     def compute_logits(self, scored: torch.Tensor) -> torch.Tensor:
-        """[L, H] -> [L, V] float32."""
+        """[L, H] -> [L, Vd] float32, of the ids in id_map."""
         return self.tables.logits(scored)

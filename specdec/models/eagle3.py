@@ -54,7 +54,14 @@ class Eagle3Model:
         self.norms_residual = _flag(hf_config, "norm_before_residual", default=_family(hf_config) == "eagle3")
         self.norms_output = _flag(hf_config, "norm_output")
         self.rotary = RotaryTable(hf_config, head_dim=self.shape.head_dim, max_positions=setting.max_model_len, device=setting.device)
-        self.fused = fuse([self.first, *self.rest], self.shape, self.rotary, final_norm=self.final_norm)
+        is_int8 = setting.quantization == "int8"
+        self.fused = fuse([self.first, *self.rest], self.shape, self.rotary, final_norm=self.final_norm, is_int8=is_int8)
+        if is_int8 and (self.fused is None or self.tables.head is None):
+            raise ConfigError(
+                "speculative_config.quantization is `int8`, but rounded heads run only in bfloat16 on CPUs with AMX int8 tiles, with sizes"
+                " that are multiples of 64 and an LM head of their own",
+                hint="leave it out",
+            )
         self.chain: FusedChain | None = None  # made once the target has lent its tables
         self._read_mask(reader, setting)
 

@@ -102,7 +102,8 @@ class FusedChain:
         call[table.EMBEDDING] = self._address(embedding)
         call[table.TOKEN_NORM], call[table.FEATURE_NORM] = self._address(head.token_norm.float()), self._address(head.feature_norm.float())
         call[table.NORMS_RESIDUAL], call[table.NORMS_OUTPUT] = int(head.norms_residual), int(head.norms_output)
-        call[table.W_HEAD], call[table.HEAD_SIZE] = self._address(pack_weight(lm_head)), self.draft_vocab
+        call[table.W_HEAD], call[table.S_HEAD] = self.stack.pack(lm_head)
+        call[table.HEAD_SIZE] = self.draft_vocab
         call[table.ID_MAP] = 0 if head.id_map is None else self._address(head.id_map)
         call[table.LEAST_TRUST] = self._least_trust.ctypes.data
 

@@ -14,6 +14,7 @@ import torch
 from specdec.kernels.cpu import amx_decoder as table
 from specdec.kernels.cpu import team
 from specdec.kernels.cpu.amx_gemm import ROWS, can_pack, interleave, pack_weight, tile_config_bytes
+from specdec.kernels.cpu.amx_int8 import can_quantize, quantize_weight, workspace_bytes
 from specdec.models.attention import AttentionMetadata, KVPair
 
 if TYPE_CHECKING:
@@ -34,6 +35,11 @@ def can_fuse(layers: Sequence[DecoderLayer | FirstLayer], shape: LayerShape) -> 
     )
 
 
+def can_fuse_int8(layers: Sequence[DecoderLayer | FirstLayer]) -> bool:
+    """True when every size also fits whole tiles of int8."""
+    return all(can_quantize(x.weight) for layer in layers for x in (layer.attention.qkv, layer.attention.out, layer.gate_up, layer.down))
+
+
 class Spans(NamedTuple):
     """Where a call's rows lie, as addresses: positions, slots [N]; starts [num + 1], seq_lens [num]: int64; block_table int32."""
 
@@ -50,9 +56,15 @@ class FusedStack:
     """Runs layers over a float32 residual stream; the result is the normed stream in bf16."""
 
     def __init__(
-        self, layers: Sequence[DecoderLayer | FirstLayer], shape: LayerShape, rotary: RotaryTable, *, final_norm: torch.Tensor | None
+        self,
+        layers: Sequence[DecoderLayer | FirstLayer],
+        shape: LayerShape,
+        rotary: RotaryTable,
+        *,
+        final_norm: torch.Tensor | None,
+        is_int8: bool = False,
     ) -> None:
-        self.shape, self.rotary = shape, rotary
+        self.shape, self.rotary, self.is_int8 = shape, rotary, is_int8
         self._kept: list[torch.Tensor] = []  # owners of the addresses in the tables
         self.layers = np.zeros((len(layers), table.NUM_COLUMNS), dtype=np.int64)
         for row, layer in zip(self.layers, layers, strict=True):
@@ -135,7 +147,7 @@ class FusedStack:
             rows.activation.data_ptr(), self.rotary.cos.data_ptr(), self.rotary.sin.data_ptr(), spans.positions, spans.slots,
             spans.num, spans.starts, spans.seq_lens, spans.block_table, spans.table_stride, self._block_size, 0, 0, 1,
             rows.scratch.data_ptr(), rows.scratch.shape[1], self._config.ctypes.data, self.layers.ctypes.data, self._eps.ctypes.data,
-            0 if self._final_norm is None else self._final_norm.data_ptr(), out, rows.arrivals.data_ptr(),
+            0 if self._final_norm is None else self._final_norm.data_ptr(), out, rows.arrivals.data_ptr(), rows.workspace,
         )  # fmt: skip
 
     def buffers(self, num_rows: int) -> RowBuffers:
@@ -156,10 +168,10 @@ class FusedStack:
     def _fill_layer(self, row: np.ndarray, layer: DecoderLayer | FirstLayer) -> None:
         attention = layer.attention
         gate, up = layer.gate_up.weight.chunk(2)
-        row[table.W_QKV] = self._keep(pack_weight(attention.qkv.weight)).data_ptr()
-        row[table.W_OUT] = self._keep(pack_weight(attention.out.weight)).data_ptr()
-        row[table.W_GATE_UP] = self._keep(pack_weight(interleave(gate, up))).data_ptr()
-        row[table.W_DOWN] = self._keep(pack_weight(layer.down.weight)).data_ptr()
+        row[table.W_QKV], row[table.S_QKV] = self.pack(attention.qkv.weight)
+        row[table.W_OUT], row[table.S_OUT] = self.pack(attention.out.weight)
+        row[table.W_GATE_UP], row[table.S_GATE_UP] = self.pack(interleave(gate, up))
+        row[table.W_DOWN], row[table.S_DOWN] = self.pack(layer.down.weight)
         if layer.input_norm is not None:  # else its input comes prepared
             row[table.INPUT_NORM] = self._keep(layer.input_norm.float()).data_ptr()
         row[table.POST_NORM] = self._keep(layer.post_norm.float()).data_ptr()
@@ -170,6 +182,13 @@ class FusedStack:
             row[table.K_NORM] = self._keep(attention.norms[1].float()).data_ptr()
         row[table.WINDOW] = attention.window or 0
         row[table.HAS_ROPE] = int(attention.has_rope)
+
+    def pack(self, weight: torch.Tensor) -> tuple[int, int]:
+        """Addresses of a packed weight, and of its scales: 0 in bf16."""
+        if not self.is_int8:
+            return self._keep(pack_weight(weight)).data_ptr(), 0
+        packed, scales = quantize_weight(weight)
+        return self._keep(packed).data_ptr(), self._keep(scales).data_ptr()
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         self._kept.append(tensor.contiguous())
@@ -189,7 +208,8 @@ class RowBuffers:
         self.attended = torch.zeros(capacity, shape.q_size, dtype=torch.bfloat16)
         self.activation = torch.zeros(capacity, shape.intermediate_size, dtype=torch.bfloat16)
         self.arrivals = torch.zeros(8, dtype=torch.int64)  # a cache line of its own
-        per_thread = SCRATCH_BYTES + (16 + table.CHUNK) * shape.head_dim * 4
+        self.workspace = -(-(SCRATCH_BYTES + (16 + table.CHUNK) * shape.head_dim * 4) // 64) * 64  # where that of int8 products begins
+        per_thread = self.workspace + workspace_bytes(max(2 * shape.hidden_size, shape.intermediate_size, shape.q_size))
         self.scratch = torch.zeros(num_threads, -(-per_thread // 4096) * 4096, dtype=torch.uint8)
 
     def mixed(self, width: int) -> torch.Tensor:

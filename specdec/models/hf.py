@@ -22,6 +22,7 @@ from specdec.config.methods import FINAL_NORM, Tap
 from specdec.errors import ConfigError
 from specdec.kernels.layer_ops import layer_ops
 from specdec.models.attention import AttentionMetadata, KVPair
+from specdec.models.linear import Linear
 from specdec.models.source import check_model_dir
 
 ATTENTION = "specdec_paged"
@@ -169,7 +170,15 @@ class HfModel:
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normed hidden [L, H] -> logits [L, V] float32, scaled and capped as the config says."""
-        logits = self.head(hidden).float()
+        return self._finish(self.head(hidden).float())
+
+    def reduced_head(self, ids: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """compute_logits of the ids [n] alone, over a copy of their rows: [L, H] -> [L, n] float32."""
+        weight, bias = self.head.get_parameter("weight"), getattr(self.head, "bias", None)
+        part = Linear(weight.detach(), None if bias is None else bias.detach()).rows(ids)
+        return lambda hidden: self._finish(part(hidden).float())
+
+    def _finish(self, logits: torch.Tensor) -> torch.Tensor:
         logits = logits * (getattr(self.config, "logit_scale", None) or 1.0) / (getattr(self.config, "logits_scaling", None) or 1.0)
         cap = getattr(self.config, "final_logit_softcapping", None)
         return torch.tanh(logits / cap) * cap if cap else logits

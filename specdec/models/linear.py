@@ -53,6 +53,10 @@ class Linear:
             self._amx = AmxWeight(self.weight)
         return self._amx(x) if self._amx is not None else self(x).float()
 
+    def rows(self, index: torch.Tensor | slice) -> Linear:
+        """The same for some of the outputs: [n, in]."""
+        return Linear(self.weight[index].contiguous(), None if self.bias is None else self.bias[index].contiguous())
+
     def _packs(self) -> bool:
         return self.weight.device.type == "cpu" and self.weight.dtype is torch.bfloat16 and packs_bf16()
 

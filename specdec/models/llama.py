@@ -7,7 +7,7 @@ Oracle: transformers with the same weights (tests/models).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -196,6 +196,10 @@ class LlamaModel:
         """Normed hidden [L, H] -> logits [L, V] float32."""
         return self.head.wide(hidden)
 
+    def reduced_head(self, ids: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """compute_logits of the ids [n] alone, over a copy of their rows: [L, H] -> [L, n] float32."""
+        return self.head.rows(ids).wide
+
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, kv: Sequence[KVPair], meta: AttentionMetadata, *, taps: Collection[Tap] = ()
     ) -> tuple[torch.Tensor, Mapping[Tap, torch.Tensor]]:
@@ -227,18 +231,25 @@ class LlamaModel:
 
 
 def fuse(
-    layers: Sequence[DecoderLayer | FirstLayer], shape: LayerShape, rotary: RotaryTable, *, final_norm: torch.Tensor | None
+    layers: Sequence[DecoderLayer | FirstLayer],
+    shape: LayerShape,
+    rotary: RotaryTable,
+    *,
+    final_norm: torch.Tensor | None,
+    is_int8: bool = False,
 ) -> FusedStack | None:
-    """Return the compiled stack where this CPU can run it, else None."""
+    """Return the compiled stack where this CPU can run it, else None. is_int8: with weights rounded to int8."""
     if not layers or layers[0].down.weight.device.type != "cpu" or layers[0].down.weight.dtype is not torch.bfloat16:
         return None
-    from specdec.kernels.cpu.team import has_amx
+    from specdec.kernels.cpu.team import has_amx, has_amx_int8
 
-    if not has_amx():
+    if not has_amx() or (is_int8 and not has_amx_int8()):
         return None
-    from specdec.models.fused_stack import FusedStack, can_fuse  # compiles on import, so only where the CPU can run it
+    from specdec.models.fused_stack import FusedStack, can_fuse, can_fuse_int8  # compiles on import, so only where the CPU can run it
 
-    return FusedStack(layers, shape, rotary, final_norm=final_norm) if can_fuse(layers, shape) else None
+    if not can_fuse(layers, shape) or (is_int8 and not can_fuse_int8(layers)):
+        return None
+    return FusedStack(layers, shape, rotary, final_norm=final_norm, is_int8=is_int8)
 
 
 class _LayerReader:

@@ -2,7 +2,7 @@
 
 Owns: weights and arithmetic of the module. Must not know: requests, drawing, when it runs.
 Sources: DeepSeek-V3 2412.19437; names of DeepSeek, Qwen3-Next and MiMo. Only dense layers with grouped-query attention are served.
-Letters: N rows, H hidden, V vocabulary.
+Letters: N rows, H hidden, Vd ids that it scores.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class MtpModel:
         ConfigError: there is no module, a tensor of it is missing or has another shape, or its layer is none of the served kind.
     """
 
-    id_map: torch.Tensor | None = None
     chain: FusedChain | None = None
     num_layers = 1
 
@@ -48,6 +47,7 @@ class MtpModel:
                 f"{checkpoint.path} holds no MTP module of a known family", hint="DeepSeek's, Qwen3-Next's and MiMo's names are known"
             )
         self.names, self.tap, width = names, setting.taps[0], int(hf_config.hidden_size)
+        self.id_map = setting.draft_ids
         reader = _ModuleReader(hf_config, checkpoint, setting, names)
         self.shape, self.ops = reader.shape, layer_ops(setting.device)
         self.token_norm, self.hidden_norm = reader.norm(names.token_norm, width), reader.norm(names.hidden_norm, width)
@@ -91,7 +91,7 @@ class MtpModel:
         return HeadStates(normed, normed)
 
     def compute_logits(self, scored: torch.Tensor) -> torch.Tensor:
-        """[L, H] -> [L, V] float32."""
+        """[L, H] -> [L, Vd] float32, of the ids in id_map."""
         return self.tables.logits(scored)
 
 
@@ -100,7 +100,7 @@ class _ModuleReader(HeadReader):
 
     def __init__(self, hf_config: Any, checkpoint: Checkpoint, setting: HeadSetting, names: MtpNames) -> None:
         super().__init__(hf_config, checkpoint, setting)
-        self.names = names
+        self.names, self.draft_ids = names, setting.draft_ids
         prefix, _, index = names.layer.rstrip(".").rpartition(".")
         self.prefix, self.layer_index = f"{prefix}.", int(index)
 
@@ -129,7 +129,8 @@ class _ModuleReader(HeadReader):
     def module_tables(self) -> TokenTables:
         shape = (int(self.config.vocab_size), self.shape.hidden_size)
         embedding, head = (self._own(name, shape) for name in (self.names.embedding, self.names.head))
-        return TokenTables(embedding, None if head is None else Linear(head))
+        linear = None if head is None else Linear(head)
+        return TokenTables(embedding, linear, ids=self.draft_ids, row_bytes=shape[1] * self.dtype.itemsize)
 
     def _own(self, name: str | None, shape: tuple[int, int]) -> torch.Tensor | None:
         full = f"{self.names.outer if self.names.tables is None else self.names.tables}{name}.weight"
@@ -143,9 +144,8 @@ class MtpModules:
         ConfigError: as MtpModel.
     """
 
-    id_map: torch.Tensor | None = None
-
     def __init__(self, hf_config: Any, checkpoint: Checkpoint, setting: HeadSetting) -> None:
+        self.id_map = setting.draft_ids
         count = count_modules(checkpoint, hf_config.num_hidden_layers)
         self.modules = [MtpModel(hf_config, checkpoint, setting, index=index) for index in range(count)]
         _leave_the_rest(checkpoint, self.modules)

@@ -5,7 +5,7 @@ Owns: which class serves which architecture. Must not know: what is done with th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -47,6 +47,10 @@ class TargetModel(Protocol):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normed [L, H] -> [L, V] float32."""
+        ...
+
+    def reduced_head(self, ids: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """compute_logits of the ids [n] alone: [L, H] -> [L, n] float32."""
         ...
 
     def forward(

@@ -156,6 +156,7 @@ class TargetHandle(Protocol):
 
     embed_tokens: Callable[[torch.Tensor], torch.Tensor]  # [N] -> [N, H]
     compute_logits: Callable[[torch.Tensor], torch.Tensor]  # [N, H] after final norm -> [N, V] f32
+    reduced_head: Callable[[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]  # ids [n] -> compute_logits of those alone
     final_norm: Callable[[torch.Tensor], torch.Tensor]
     layers: Sequence[Any]
     config: Any

@@ -13,6 +13,7 @@ import torch
 from specdec.config.methods import MethodTraits
 from specdec.models.draft_head import HeadSetting, Lender
 from specdec.models.loader import Checkpoint
+from specdec.models.token_map import read_token_map
 from specdec.proposers.base import BaseProposer, DraftRail, MemoryNeed
 from specdec.proposers.draft_vocabulary import DraftVocabulary
 
@@ -62,6 +63,8 @@ class HeadProposer(BaseProposer, Generic[HeadT]):
         self._resolved, self._build = resolved, build
         self.max_len = min(resolved.max_model_len, config.max_model_len or resolved.max_model_len)
         self._draft_sample_method = config.draft_sample_method
+        self._token_map: str | None = getattr(config, "token_map", None)
+        self._quantization: str | None = getattr(config, "quantization", None)
         self.draft_path: str = resolved.draft_model_path
         self.rail: DraftRail | None = None
         self.head: HeadT | None = self._load()
@@ -104,13 +107,17 @@ class HeadProposer(BaseProposer, Generic[HeadT]):
 
     def _load(self) -> HeadT:
         resolved = self._resolved
+        device = torch.device(resolved.device)
+        ids = None if self._token_map is None else read_token_map(self._token_map, resolved.vocab_size).to(device)
         setting = HeadSetting(
             dtype=getattr(torch, resolved.dtype),
-            device=torch.device(resolved.device),
+            device=device,
             max_model_len=resolved.max_model_len,
             taps=self.traits.taps,
             target_width=resolved.hf_config.get_text_config().hidden_size,
             vocab_size=resolved.vocab_size,
+            draft_ids=ids,
+            quantization=self._quantization,
         )
         with Checkpoint(self.draft_path) as checkpoint:
             head = self._build(resolved.draft_hf_config, checkpoint, setting)

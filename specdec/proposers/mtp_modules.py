@@ -82,7 +82,7 @@ class MtpModulesProposer(HeadProposer[MtpModules]):
         draws = ChainDraws(self.vocabulary.sampling(step.sampling), anchors, method=self._draft_sample_method)
         features = self._run_modules(step, lengths, draws, wanted)
         self._continue(step, draws, wanted, features)
-        return draws.batch(len(lengths), source=self.traits.method)
+        return draws.batch(len(lengths), source=self.traits.method, id_map=self.vocabulary.id_map)
 
     def _run_modules(self, step: StepView, lengths: Sequence[StepLengths], draws: ChainDraws, wanted: Mapping[int, int]) -> torch.Tensor:
         """Return the last module's output [drafts past the modules, H] in the newest rows of requests that want more than M drafts."""
@@ -135,10 +135,8 @@ class MtpModulesProposer(HeadProposer[MtpModules]):
         known = torch.tensor(num_tokens, device=places.device)[rows.owner]
         is_text = places < known
         ids = step.token_ids[step.rows[rows.owner], torch.where(is_text, places, 0)].long()
-        drafts = [
-            max(draws.tokens[request][place], 0)
-            for request, place in zip(rows.owner[~is_text].tolist(), (places - known)[~is_text].tolist(), strict=True)
-        ]
+        missing = zip(rows.owner[~is_text].tolist(), (places - known)[~is_text].tolist(), strict=True)
+        drafts = self.vocabulary.to_target([max(draws.tokens[request][place], 0) for request, place in missing])
         ids[~is_text] = torch.tensor(drafts, dtype=torch.int64, device=ids.device)
         return ids
 
@@ -152,7 +150,7 @@ class MtpModulesProposer(HeadProposer[MtpModules]):
             features = features[[index for index, request in enumerate(active) if wanted[request] > depth]]
             places = [draws.anchors[request] + depth - count for request in left]
             rows = paged_rows(rail, step, [Span(request, place, place + 1) for request, place in zip(left, places, strict=True)])
-            ids = torch.tensor(draws.newest(left), device=rail.device)
+            ids = torch.tensor(self.vocabulary.to_target(draws.newest(left)), device=rail.device)
             made = head.modules[-1].forward(ids, features, rows.positions, rail.kv[count - 1 : count], rows.meta)
             draws.draw(left, head.modules[-1].compute_logits(made.scored))
             active, features = left, made.fed_back

@@ -24,18 +24,19 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationFlags:
-    """What the user said about speculation: JSON text, the three short flags, or that there should be none."""
+    """What the user said about speculation: JSON text, the short flags, or that there should be none."""
 
     config: str | None = None
     method: str | None = None
     model: str | None = None
     num_tokens: int | None = None
+    token_map: str | None = None
     off: bool = False
 
     @property
     def said(self) -> bool:
         """True when any option asks for a kind of speculation."""
-        return any(value is not None for value in (self.config, self.method, self.model, self.num_tokens))
+        return any(value is not None for value in (self.config, self.method, self.model, self.num_tokens, self.token_map))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +103,9 @@ def choose_speculation(flags: SpeculationFlags) -> SpeculativeConfig | None:
         return None
     if not flags.said:
         return default_speculative()
-    return parse_speculative(flags.config, spec_method=flags.method, spec_model=flags.model, spec_tokens=flags.num_tokens)
+    return parse_speculative(
+        flags.config, spec_method=flags.method, spec_model=flags.model, spec_tokens=flags.num_tokens, token_map=flags.token_map
+    )
 
 
 def _resolve_and_report(engine: EngineConfig, *, said: bool) -> ResolvedConfig:

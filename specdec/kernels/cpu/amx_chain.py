@@ -36,6 +36,7 @@ from specdec.kernels.cpu.amx_decoder import (
     SLOTS,
     TABLE_STRIDE,
     TILE_CONFIG,
+    WORKSPACE,
     f32,
     from_bf16,
     i64,
@@ -46,6 +47,7 @@ from specdec.kernels.cpu.amx_decoder import (
     wait_for_all,
 )
 from specdec.kernels.cpu.amx_gemm import ROWS, gemm_blocks, share
+from specdec.kernels.cpu.amx_int8 import gemm_blocks_int8
 from specdec.kernels.cpu.llvm import exp_sum, largest, pointer, team_size, thread_num, tile_config
 
 # Slots of the call table (int64); buffers are addresses, zero means absent.
@@ -53,9 +55,9 @@ from specdec.kernels.cpu.llvm import exp_sum, largest, pointer, team_size, threa
 (
     EXTEND, CHAIN, NUM_TAPS, TAP_WIDTH, TAPS, TAP_NORMS, WIDE_NORM, WIDE, W_JOIN, JOINED, KEPT, SUCCESSORS,
     EMBEDDING, TOKEN_NORM, FEATURE_NORM, NORMS_RESIDUAL, NORMS_OUTPUT, FEATURES,
-    NUM_CHAINS, NEWEST, ANCHORS, WANTED, SCORED, FED_BACK, W_HEAD, HEAD_SIZE, LOGITS, ID_MAP,
+    NUM_CHAINS, NEWEST, ANCHORS, WANTED, SCORED, FED_BACK, W_HEAD, S_HEAD, HEAD_SIZE, LOGITS, ID_MAP,
     MOST, LEAST_TRUST, TRUST, NEXT, DRAFTS, CONFIDENCE, NUM_CHAIN_SLOTS,
-) = range(35)  # fmt: skip
+) = range(36)  # fmt: skip
 
 
 @njit(fastmath=FAST)
@@ -194,8 +196,12 @@ def score_chains(c: np.ndarray, a: np.ndarray, depth: int, thread: int) -> None:
     """LM head over SCORED, and each chain's next draft; ends behind a barrier."""
     width, num_threads = a[HIDDEN], a[NUM_THREADS]
     first, last = share(c[HEAD_SIZE] // 16, thread, num_threads, 4)
-    tiles = (c[NUM_CHAINS] + ROWS - 1) // ROWS
-    gemm_blocks(c[SCORED], width * 2, c[W_HEAD], width // 32, first, last, c[LOGITS], c[HEAD_SIZE] * 4, tiles, False)
+    stride, count = c[HEAD_SIZE] * 4, c[NUM_CHAINS]
+    if c[S_HEAD]:
+        workspace = a[SCRATCH] + thread * a[SCRATCH_STRIDE] + a[WORKSPACE]
+        gemm_blocks_int8(c[SCORED], width, c[W_HEAD], c[S_HEAD], first, last, c[LOGITS], stride, count, False, workspace)
+    else:
+        gemm_blocks(c[SCORED], width * 2, c[W_HEAD], width // 32, first, last, c[LOGITS], stride, (count + ROWS - 1) // ROWS, False)
     wait_for_all(a)
     for chain in range(thread, c[NUM_CHAINS], num_threads):
         draw_best(c, chain, depth)

@@ -13,6 +13,7 @@ import numpy as np
 from numba import carray, cfunc, njit, types
 
 from specdec.kernels.cpu.amx_gemm import ROWS, TILE_BYTES, gemm_blocks, share
+from specdec.kernels.cpu.amx_int8 import dot_rows, gemm_blocks_int8, round_rows
 from specdec.kernels.cpu.llvm import (
     UNSEEN,
     accumulate_values,
@@ -40,20 +41,21 @@ LOG2E = np.float32(1.4426950408889634)
 SPINS = 2000  # about 0.1 ms: longer than any stage lasts on an idle machine
 FAST = {"contract", "nsz", "reassoc", "arcp"}  # no `nnan`, `ninf`: a broken row must stay visible
 
-# Slots of the call table (int64). Buffers are addresses.
+# Slots of the call table (int64). Buffers are addresses. WORKSPACE: where that of int8 products begins in a thread's scratch.
 (
     NUM_THREADS, NUM_ROWS, NUM_LAYERS, HIDDEN, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, MLP,
     RESIDUAL, NORMED, QKV, QUERY, ATTENDED, ACTIVATION, COS, SIN, POSITIONS, SLOTS,
     NUM_REQUESTS, QUERY_STARTS, SEQ_LENS, BLOCK_TABLE, TABLE_STRIDE, BLOCK_SIZE, TREE, TREE_STRIDE, IS_CAUSAL,
-    SCRATCH, SCRATCH_STRIDE, TILE_CONFIG, LAYERS, EPS, FINAL_NORM, OUTPUT, ARRIVALS, NUM_SLOTS,
-) = range(36)  # fmt: skip
+    SCRATCH, SCRATCH_STRIDE, TILE_CONFIG, LAYERS, EPS, FINAL_NORM, OUTPUT, ARRIVALS, WORKSPACE, NUM_SLOTS,
+) = range(37)  # fmt: skip
 
 # Columns of the layer table (int64). Zero means absent.
+# S_: scales [N] f32 of a weight in int8 (amx_int8.py); without them it is in bf16.
 # MIXED: rows [M, MIXED_WIDTH] in bf16 that the QKV product reads in place of the normed stream (the first layer of a draft head).
 (
     W_QKV, W_OUT, W_GATE_UP, W_DOWN, INPUT_NORM, POST_NORM, K_CACHE, V_CACHE, QKV_BIAS, Q_NORM, K_NORM, WINDOW, HAS_ROPE, TAP,
-    MIXED, MIXED_WIDTH, NUM_COLUMNS,
-) = range(17)  # fmt: skip
+    MIXED, MIXED_WIDTH, S_QKV, S_OUT, S_GATE_UP, S_DOWN, NUM_COLUMNS,
+) = range(21)  # fmt: skip
 
 _zero0, _zero1, _zero2, _zero3 = (tile_zero(i) for i in range(4))
 _load4, _load5, _load6 = tile_load(4), tile_load(5), tile_load(6)
@@ -160,6 +162,34 @@ def silu_product(gate_up: int, stride: int, out: int, out_stride: int, num_rows:
     for row in range(num_rows):
         at = gate_up + row * stride
         silu_times(at, at + 64, out + row * out_stride)
+
+
+@njit
+def product(
+    a: np.ndarray, x: int, width: int, w: int, scales: int, total: int, unit: int, thread: int, out: int, is_sum: bool, scratch: int
+) -> None:
+    """A thread's share, cut at multiples of `unit`, of out [M, 16 * total] (f32) (+)= x W^T; x [M, width] bf16, W of either type."""
+    num_rows, stride = a[NUM_ROWS], total * 64
+    first, last = share(total, thread, a[NUM_THREADS], unit)
+    if scales != 0:
+        gemm_blocks_int8(x, width, w, scales, first, last, out, stride, num_rows, is_sum, scratch + a[WORKSPACE])
+    else:
+        gemm_blocks(x, width * 2, w, width // 32, first, last, out, stride, (num_rows + ROWS - 1) // ROWS, is_sum)
+
+
+@njit(fastmath=FAST)
+def gate_up_int8(a: np.ndarray, w: int, scales: int, first: int, last: int, scratch: int) -> None:
+    """ACTIVATION columns of MLP blocks [first, last), the weight in int8."""
+    hidden, mlp, num_rows, workspace = a[HIDDEN], a[MLP], a[NUM_ROWS], scratch + a[WORKSPACE]
+    for m in range(0, num_rows, ROWS):
+        rows = min(ROWS, num_rows - m)
+        round_rows(a[NORMED] + m * hidden * 2, hidden, rows, workspace)
+        for block in range(first, last, 2):
+            at, count = 2 * block, min(2, last - block)
+            weight = w + at * (hidden // 64) * TILE_BYTES
+            dot_rows(hidden, weight, scales + at * 64, 0, 2 * count, scratch, 256, rows, False, workspace)
+            for n in range(count):
+                silu_product(scratch + n * 128, 256, a[ACTIVATION] + (m * mlp + (block + n) * 16) * 2, mlp * 2, rows)
 
 
 @njit(fastmath=FAST)
@@ -358,7 +388,7 @@ def wait_for_all(a: np.ndarray) -> None:
 @njit
 def run_layer(a: np.ndarray, layer: np.ndarray, thread: int, scratch: int, eps: float) -> None:
     """One decoder layer. Barriers stand where a thread reads what another wrote."""
-    num_threads, hidden, tiles = a[NUM_THREADS], a[HIDDEN], (a[NUM_ROWS] + ROWS - 1) // ROWS
+    num_threads, hidden = a[NUM_THREADS], a[HIDDEN]
     q_width = a[NUM_HEADS] * a[HEAD_DIM]
     qkv_width = q_width + 2 * a[NUM_KV_HEADS] * a[HEAD_DIM]
     source, width = layer[MIXED], layer[MIXED_WIDTH]
@@ -368,24 +398,24 @@ def run_layer(a: np.ndarray, layer: np.ndarray, thread: int, scratch: int, eps: 
     if layer[TAP] != 0:
         copy_rows(a, layer[TAP], thread)
     wait_for_all(a)
-    first, last = share(qkv_width // 16, thread, num_threads, 4)
-    gemm_blocks(source, width * 2, layer[W_QKV], width // 32, first, last, a[QKV], qkv_width * 4, tiles, False)
+    product(a, source, width, layer[W_QKV], layer[S_QKV], qkv_width // 16, 4, thread, a[QKV], False, scratch)
     wait_for_all(a)
     for row in range(thread, a[NUM_ROWS], num_threads):
         prepare_row(a, layer, row, eps)
     wait_for_all(a)
     attend(a, layer, thread, scratch)
     wait_for_all(a)
-    first, last = share(hidden // 16, thread, num_threads, 2)
-    gemm_blocks(a[ATTENDED], q_width * 2, layer[W_OUT], q_width // 32, first, last, a[RESIDUAL], hidden * 4, tiles, True)
+    product(a, a[ATTENDED], q_width, layer[W_OUT], layer[S_OUT], hidden // 16, 2, thread, a[RESIDUAL], True, scratch)
     wait_for_all(a)
     norm_rows(a, layer[POST_NORM], a[NORMED], thread, eps)
     wait_for_all(a)
     first, last = share(a[MLP] // 16, thread, num_threads, 2)
-    gate_up_blocks(a, layer[W_GATE_UP], first, last, scratch)
+    if layer[S_GATE_UP] != 0:
+        gate_up_int8(a, layer[W_GATE_UP], layer[S_GATE_UP], first, last, scratch)
+    else:
+        gate_up_blocks(a, layer[W_GATE_UP], first, last, scratch)
     wait_for_all(a)
-    first, last = share(hidden // 16, thread, num_threads, 2)
-    gemm_blocks(a[ACTIVATION], a[MLP] * 2, layer[W_DOWN], a[MLP] // 32, first, last, a[RESIDUAL], hidden * 4, tiles, True)
+    product(a, a[ACTIVATION], a[MLP], layer[W_DOWN], layer[S_DOWN], hidden // 16, 2, thread, a[RESIDUAL], True, scratch)
     wait_for_all(a)
 
 

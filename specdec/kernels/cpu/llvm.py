@@ -80,11 +80,19 @@ def _tile_memory(name: str, index: int) -> Callable[[int, int], None]:
 
 def tile_dot(c: int, a: int, b: int) -> Callable[[], None]:
     """Return the intrinsic tile c += a @ b: a is [16, 32] bf16, b holds 16 row pairs of 16 columns, c is [16, 16] f32."""
+    return _tile_product("llvm.x86.tdpbf16ps", c, a, b)
 
+
+def tile_dot_int8(c: int, a: int, b: int) -> Callable[[], None]:
+    """Return the intrinsic tile c += a @ b: a is [16, 64] int8, b holds 16 row quads of 16 columns, c is [16, 16] int32."""
+    return _tile_product("llvm.x86.tdpbssd", c, a, b)
+
+
+def _tile_product(name: str, c: int, a: int, b: int) -> Callable[[], None]:
     @intrinsic
     def dot(typingctx):  # type: ignore[no-untyped-def]
         def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-            _external(builder, "llvm.x86.tdpbf16ps", ir.VoidType(), [_tile(c), _tile(a), _tile(b)])
+            _external(builder, name, ir.VoidType(), [_tile(c), _tile(a), _tile(b)])
             return context.get_dummy_value()
 
         return types.void(), codegen
@@ -263,11 +271,7 @@ def widen_rows(typingctx, source, stride, out, count):  # type: ignore[no-untype
             row = builder.add(source, builder.mul(stride, loop.index))
             target = builder.add(out, builder.shl(loop.index, ir.Constant(_I64, 8)))
             for lane in range(4):
-                at = builder.inttoptr(builder.add(row, ir.Constant(_I64, lane * 32)), ir.VectorType(_I16, _LANES).as_pointer())
-                load = builder.load(at)
-                load.align = 2
-                bits = builder.shl(builder.zext(load, ir.VectorType(_I32, _LANES)), _integers(16))
-                _store_vector(builder, builder.bitcast(bits, _VEC), target, lane * 64)
+                _store_vector(builder, _load_half(builder, builder.add(row, ir.Constant(_I64, lane * 32))), target, lane * 64)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, types.int64), codegen
@@ -300,6 +304,74 @@ def exp_sum(typingctx, values, count, top):  # type: ignore[no-untyped-def]
         return _external(builder, "llvm.vector.reduce.fadd.v16f32", _F32, [ir.Constant(_F32, 0.0), builder.load(total)])
 
     return types.float32(types.int64, types.int64, types.float32), codegen
+
+
+@intrinsic
+def largest_half(typingctx, values, count):  # type: ignore[no-untyped-def]
+    """The largest magnitude of `count` (a multiple of 16) bf16 values at an address; NaN counts as nothing."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        top = cgutils.alloca_once_value(builder, _splat(0.0))
+        with cgutils.for_range(builder, builder.lshr(args[1], ir.Constant(_I64, 4)), intp=_I64) as loop:
+            at = builder.add(args[0], builder.shl(loop.index, ir.Constant(_I64, 5)))
+            size = _external(builder, "llvm.fabs.v16f32", _VEC, [_load_half(builder, at)])
+            builder.store(_larger(builder, size, builder.load(top)), top)
+        return _external(builder, "llvm.vector.reduce.fmax.v16f32", _F32, [builder.load(top)])
+
+    return types.float32(types.int64, types.int64), codegen
+
+
+@intrinsic
+def round_half(typingctx, values, count, factor, out):  # type: ignore[no-untyped-def]
+    """out (int8) = round(x * factor) of `count` (a multiple of 16) bf16 values at an address."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        values, count, factor, out = args
+        factor = _broadcast(builder, factor)
+        with cgutils.for_range(builder, builder.lshr(count, ir.Constant(_I64, 4)), intp=_I64) as loop:
+            at = builder.add(values, builder.shl(loop.index, ir.Constant(_I64, 5)))
+            scaled = _external(builder, "llvm.rint.v16f32", _VEC, [builder.fmul(_load_half(builder, at), factor)])
+            whole = builder.trunc(builder.fptosi(scaled, ir.VectorType(_I32, _LANES)), ir.VectorType(_I8, _LANES))
+            target = builder.add(out, builder.shl(loop.index, ir.Constant(_I64, 4)))
+            builder.store(whole, builder.inttoptr(target, ir.VectorType(_I8, _LANES).as_pointer())).align = 1
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32, types.int64), codegen
+
+
+@intrinsic
+def scale_sums(typingctx, sums, scales, scale, out, is_sum):  # type: ignore[no-untyped-def]
+    """out[16] (+)= sums[16] (int32) * scales[16] * scale[0], all by address."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        sums, scales, scale, out, is_sum = args
+        load = builder.load(builder.inttoptr(sums, ir.VectorType(_I32, _LANES).as_pointer()))
+        load.align = 4
+        factor = _broadcast(builder, builder.load(builder.inttoptr(scale, _F32.as_pointer())))
+        value = builder.fmul(builder.fmul(builder.sitofp(load, _VEC), _load_vector(builder, scales, 0)), factor)
+        before = builder.select(is_sum, _load_vector(builder, out, 0), _splat(0.0))
+        _store_vector(builder, builder.fadd(before, value), out, 0)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64, types.boolean), codegen
+
+
+@intrinsic
+def f32_at(typingctx, address, value):  # type: ignore[no-untyped-def]
+    """Write a float32 at an address."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        builder.store(args[1], builder.inttoptr(args[0], _F32.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32), codegen
+
+
+def _load_half(builder: Any, address: Any) -> Any:
+    """16 bf16 values as float32."""
+    load = builder.load(builder.inttoptr(address, ir.VectorType(_I16, _LANES).as_pointer()))
+    load.align = 2
+    return builder.bitcast(builder.shl(builder.zext(load, ir.VectorType(_I32, _LANES)), _integers(16)), _VEC)
 
 
 def _splat(value: float) -> ir.Constant:

@@ -52,6 +52,12 @@ def has_amx() -> bool:
     return ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_TILE_DATA) == 0
 
 
+@cache
+def has_amx_int8() -> bool:
+    """True when this process may use AMX int8 tiles too."""
+    return has_amx() and "amx_int8" in Path("/proc/cpuinfo").read_text()
+
+
 def run(function: int, arguments: int, num_threads: int) -> None:
     """Run function(arguments) (both addresses) on every thread of the team and wait. The GIL is free meanwhile."""
     library = openmp()
