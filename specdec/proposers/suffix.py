@@ -153,7 +153,7 @@ def _compile() -> None:
 
 def _read_corpus(paths: Sequence[str], tokenizer_path: str, depth: int) -> SuffixTree:
     """Learn files: a .jsonl file holds one text a line, as a string or an object with `text`; any other file is one text."""
-    texts = [text for path in paths for text in _texts_of(Path(path).expanduser())]
+    texts = [text for path in paths for text in texts_of(Path(path).expanduser(), name="suffix_corpus")]
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
@@ -165,8 +165,12 @@ def _read_corpus(paths: Sequence[str], tokenizer_path: str, depth: int) -> Suffi
     return tree
 
 
-def _texts_of(path: Path) -> list[str]:
-    name = "suffix_corpus"
+def texts_of(path: Path, *, name: str) -> list[str]:
+    """The texts of a corpus file that was given as the option `name`.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
     try:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -155,6 +155,51 @@ def export(
     typer.echo(str(out))
 
 
+@train_app.command("token-map")
+def token_map(
+    out: Annotated[Path, typer.Option("--out", help="The file: .pt (SGLang reads it too), .json or .safetensors.")],
+    data: Annotated[Path | None, typer.Option("--data", help="Directory of the shards: the target's own answers are counted.")] = None,
+    corpus: Annotated[Path | None, typer.Option("--corpus", help="Text or .jsonl file to count in place of shards.")] = None,
+    model: Model = None,
+    size: Annotated[int, typer.Option(help="How many ids, best a multiple of 64.")] = 8192,
+) -> None:
+    """Rank the ids that the target writes most, for heads that share its LM head: --speculative-token-map FILE."""
+    from specdec.config.engine import EMBEDDED_MODEL
+    from specdec.errors import ConfigError
+    from specdec.models.source import locate_target
+    from specdec.tools.train_token_map import check_ending, rank, write
+
+    check_ending(out)
+    if (data is None) == (corpus is None):
+        raise ConfigError("--data and --corpus are " + ("both missing" if data is None else "both given"), hint="give one of the two")
+    files = locate_target(model or EMBEDDED_MODEL)
+    vocab_size = _config_of(files.model_path).get_text_config().vocab_size
+    counts = _count_corpus(corpus, files.tokenizer_path, vocab_size) if corpus is not None else _count_answers(data, model, vocab_size)
+    chosen = rank(counts, size, always=_special_ids(files.tokenizer_path))
+    write(chosen.ids, out)
+    typer.echo(f"{len(chosen.ids)} ids in {out}, which are {chosen.coverage:.1%} of {int(counts.sum())} tokens")
+
+
+def _count_answers(data: Path | None, model: str | None, vocab_size: int) -> Any:
+    from specdec.train.draft_vocabulary import count_ids
+    from specdec.train.shards import Corpus
+
+    assert data is not None, "checked by the caller"
+    _check_model(data, model)
+    return count_ids(Corpus(data, features=False).documents("train"), vocab_size)
+
+
+def _count_corpus(corpus: Path, tokenizer_path: str, vocab_size: int) -> Any:
+    from transformers import AutoTokenizer
+
+    from specdec.proposers.suffix import texts_of
+    from specdec.tools.train_token_map import count_texts
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+    texts = texts_of(corpus.expanduser(), name="corpus")
+    return count_texts(lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], texts, vocab_size)
+
+
 def _open_run(method: str, data: Path, directory: Path, model: str | None, init: Path | None = None) -> TrainingRun:
     from specdec.config.engine import EMBEDDED_MODEL
     from specdec.models.source import locate_target

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,8 @@ def drafting(target: Path, drafts: int, *, config: dict[str, Any] | None = None,
 class PlainModule:
     """What the module drafts behind a text, read afresh each time, in float32."""
 
-    def __init__(self, target: Path, family: str) -> None:
-        self.weights, self.family = load_file(target / "model.safetensors"), family
+    def __init__(self, target: Path, family: str, *, scored: Sequence[int] = range(97)) -> None:
+        self.weights, self.family, self.scored = load_file(target / "model.safetensors"), family, list(scored)
         self.model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
         self.eps = self.model.config.rms_norm_eps
 
@@ -88,9 +89,13 @@ class PlainModule:
         ids, found = text[1:], []
         for _ in range(count):
             normed = self.rows(torch.tensor(ids), features)
-            found.append(int((normed[-1] @ self.model.lm_head.weight.T).argmax()))
+            found.append(self.best(normed[-1]))
             ids, features = [*ids, found[-1]], torch.cat([features, normed[-1:]])
         return found
+
+    def best(self, normed: torch.Tensor) -> int:
+        """The likeliest of the ids that are scored."""
+        return self.scored[int((normed @ self.model.lm_head.weight[self.scored].T).argmax())]
 
     def features(self, text: list[int]) -> torch.Tensor:
         """The target's last state [T, H], normed but for MiMo, whose module reads the stream that the norm is given."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,8 @@ def targets(target_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
 class PlainModules(PlainModule):
     """What the modules draft behind a text: each over all rows, its output the next one's states; then the last one again and again."""
 
-    def __init__(self, target: Path, family: str) -> None:
-        super().__init__(target, family)
+    def __init__(self, target: Path, family: str, *, scored: Sequence[int] = range(97)) -> None:
+        super().__init__(target, family, scored=scored)
         self.all = self.weights
         self.bases = (FIRST[family], *OTHERS[family])
 
@@ -70,11 +71,11 @@ class PlainModules(PlainModule):
             self.use(index)
             ids = torch.tensor([*text[1 + index :], *found])
             before, states = states, self.rows(ids, states)
-            found.append(int((states[-1] @ self.model.lm_head.weight.T).argmax()))
+            found.append(self.best(states[-1]))
         while len(found) < count:
             before = torch.cat([before, states[-1:]])
             states = self.rows(torch.tensor([*text[MODULES:], *found]), before)
-            found.append(int((states[-1] @ self.model.lm_head.weight.T).argmax()))
+            found.append(self.best(states[-1]))
         return found
 
 
