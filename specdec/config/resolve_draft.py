@@ -23,6 +23,7 @@ from specdec.config.speculative import (
     with_num_speculative_tokens,
     with_sources,
 )
+from specdec.config.token_map import read_token_map
 from specdec.errors import ConfigError
 from specdec.models.source import has_tokenizer, locate_draft, read_json
 
@@ -90,8 +91,6 @@ def _resolve_one(config: SourceConfig, target: Target, max_model_len: int) -> Dr
 
 def _check_token_map(config: SourceConfig, target: Target) -> None:
     if isinstance(config, EagleConfig | MtpConfig) and config.token_map is not None:
-        from specdec.models.token_map import read_token_map  # imports torch
-
         read_token_map(config.token_map, int(target.keys["vocab_size"]))
 
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import torch
 
 from specdec.config.methods import MethodTraits
+from specdec.config.token_map import read_token_map
 from specdec.models.draft_head import HeadSetting, Lender
 from specdec.models.loader import Checkpoint
-from specdec.models.token_map import read_token_map
 from specdec.proposers.base import BaseProposer, DraftRail, MemoryNeed
 from specdec.proposers.draft_vocabulary import DraftVocabulary
 

@@ -1,6 +1,6 @@
 """specdec train token-map: which ids a head that shares the target's LM head should score, by how often they are written.
 
-Owns: counting, ranking, and writing the file. Must not know: heads. Read next: models/token_map.py, which reads it.
+Owns: counting, ranking, and writing the file. Must not know: heads. Read next: config/token_map.py, which reads it.
 Source: FR-Spec (2502.14856). Counts of the target's own answers (`train data`) tell more than those of a corpus that others wrote.
 """
 
@@ -55,7 +55,7 @@ def rank(counts: torch.Tensor, size: int, *, always: Sequence[int] = ()) -> Toke
 
 
 def write(ids: torch.Tensor, out: Path) -> None:
-    """Write a file that models/token_map.py reads: `.pt` for SGLang too, `.json`, or `.safetensors`.
+    """Write a file that config/token_map.py reads: `.pt` for SGLang too, `.json`, or `.safetensors`.
 
     Raises:
         ConfigError: another ending.

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from specdec.config.engine import CacheConfig, EngineConfig, ModelConfig, ResolvedConfig
 from specdec.config.resolve import resolve
 from specdec.config.speculative import build, parse_speculative
+from specdec.config.token_map import read_token_map
 from specdec.errors import ConfigError
-from specdec.models.token_map import read_token_map
 from specdec.proposers.base import DraftBatch, Proposer, StepView, build_proposer
 from specdec.tools.train_token_map import count_texts, rank, write
 from tests.config.checkpoints import write_tokenizer

@@ -15,11 +15,12 @@ import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from specdec.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 _TENSOR = "token_map"
 
@@ -30,6 +31,8 @@ def read_token_map(path: str, vocab_size: int) -> torch.Tensor:
     Raises:
         ConfigError: the file cannot be read, or holds anything but different ids from 0 to vocab_size - 1.
     """
+    import torch
+
     file = Path(path).expanduser()
     if file.suffix not in _READERS:
         raise _refusal(path, f"ends in {file.suffix!r}", f"it must end in one of {', '.join(_READERS)}")
@@ -47,9 +50,9 @@ def read_token_map(path: str, vocab_size: int) -> torch.Tensor:
         raise _refusal(
             path, f"holds the id {outside}, but the target has ids 0 to {vocab_size - 1}", "make it with this target's tokenizer"
         )
-    if len(ids.unique()) < len(ids):
-        twice = int(ids[:-1][ids.diff() == 0][0])
-        raise _refusal(path, f"holds the id {twice} twice", "each id may occur once")
+    twice = ids[1:][ids.diff() == 0].tolist()
+    if twice:
+        raise _refusal(path, f"holds the id {twice[0]} twice", "each id may occur once")
     return ids
 
 
@@ -58,6 +61,8 @@ def _refusal(path: str, fault: str, hint: str) -> ConfigError:
 
 
 def _read_torch(file: Path) -> Any:
+    import torch
+
     return torch.load(file, map_location="cpu", weights_only=True)
 
 
