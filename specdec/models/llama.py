@@ -299,20 +299,20 @@ class _LayerReader:
 
 
 def layer_window(hf_config: Any, index: int) -> int | None:
-    """Sliding window of a layer, or None for full attention."""
+    """Sliding window of a layer, or None for full attention: also past the last layer that the config lists, where MTP modules lie."""
     window = getattr(hf_config, "sliding_window", None)
     if hf_config.model_type in _ALWAYS_FULL or not window or not getattr(hf_config, "use_sliding_window", True):
         return None
     kinds = getattr(hf_config, "layer_types", None)
     if kinds is not None:
-        return int(window) if kinds[index] == "sliding_attention" else None
+        return int(window) if index < len(kinds) and kinds[index] == "sliding_attention" else None
     return int(window)
 
 
 def layer_has_rope(hf_config: Any, index: int) -> bool:
-    """False for the layers without position embedding of SmolLM3."""
-    flags = getattr(hf_config, "no_rope_layers", None)
-    return bool(flags[index]) if flags else True
+    """False for the layers without position embedding of SmolLM3; those past the last that the config lists have one."""
+    flags = getattr(hf_config, "no_rope_layers", None) or ()
+    return bool(flags[index]) if index < len(flags) else True
 
 
 def is_lean(hf_config: Any) -> bool:

@@ -190,14 +190,13 @@ def _count_answers(data: Path | None, model: str | None, vocab_size: int) -> Any
 
 
 def _count_corpus(corpus: Path, tokenizer_path: str, vocab_size: int) -> Any:
-    from transformers import AutoTokenizer
-
+    from specdec.engine.tokenizer import Tokenizer
     from specdec.proposers.suffix import texts_of
     from specdec.tools.train_token_map import count_texts
 
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+    tokenizer = Tokenizer.from_path(tokenizer_path)
     texts = texts_of(corpus.expanduser(), name="corpus")
-    return count_texts(lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], texts, vocab_size)
+    return count_texts(lambda text: tokenizer.encode(text, add_special_tokens=False), texts, vocab_size)
 
 
 def _open_run(method: str, data: Path, directory: Path, model: str | None, init: Path | None = None) -> TrainingRun:
@@ -243,12 +242,12 @@ def _load_target(model: str | None) -> tuple[Any, int]:
 
 
 def _config_of(path: str) -> Any:
-    from transformers import AutoConfig
+    from specdec.config.checkpoints import auto_config
 
-    return AutoConfig.from_pretrained(path)
+    return auto_config(path)
 
 
 def _special_ids(path: str) -> tuple[int, ...]:
-    from transformers import AutoTokenizer
+    from specdec.engine.tokenizer import Tokenizer
 
-    return tuple(AutoTokenizer.from_pretrained(path).all_special_ids)
+    return tuple(Tokenizer.from_path(path).hf.all_special_ids)

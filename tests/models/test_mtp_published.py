@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, SmolLM3Config
 
 from specdec.config.engine import CacheConfig, EngineConfig, ModelConfig, ResolvedConfig
 from specdec.config.resolve import resolve
@@ -116,6 +116,49 @@ def test_a_depth_is_taken_from_the_checkpoint(tmp_path: Path) -> None:
     resolved = resolved_for(tmp_path / "MiMo", {"method": "mtp"})
     assert resolved.traits is not None
     assert resolved.traits.max_nodes == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["windows", "no_rope"])
+def test_a_module_behind_layers_that_differ_has_full_attention_with_positions(tmp_path: Path, kind: str) -> None:
+    """Its number is past the layers that the config lists one by one."""
+    path = tmp_path / kind
+    if kind == "windows":
+        keys = {key: value for key, value in MIMO.items() if key not in ("model_type", "auto_map", "transformers_version")}
+        keys |= {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1, "architectures": ["Qwen2ForCausalLM"]}
+        config: Any = Qwen2Config(**keys)
+        assert config.layer_types == ["full_attention", "sliding_attention", "sliding_attention"]
+    else:
+        sizes = {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": MLP, "num_hidden_layers": LAYERS, "rms_norm_eps": 1e-5}
+        config = SmolLM3Config(
+            **sizes, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, no_rope_layers=[1, 0, 1], bos_token_id=0, eos_token_id=1,
+            pad_token_id=0, num_nextn_predict_layers=1,
+        )  # fmt: skip
+    config.initializer_range = 0.3
+    torch.manual_seed(4)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(path)
+    base = f"model.layers.{LAYERS}."
+    renamed = {"token_layernorm": "enorm", "hidden_layernorm": "hnorm", "input_proj": "eh_proj", "final_layernorm": "shared_head.norm"}
+    generator, module = torch.Generator().manual_seed(8), {}
+    for name, shape in module_shapes(base).items():
+        weight = 0.2 * torch.randn(shape, generator=generator)
+        part = name.removeprefix(base).removesuffix(".weight")
+        module[f"{base}{renamed.get(part, part)}" + ("" if part.endswith(".bias") else ".weight")] = (
+            1 + weight if "norm" in name else weight
+        )
+    save_file(load_file(path / "model.safetensors") | module, path / "model.safetensors")
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(raw | {"num_nextn_predict_layers": 1}))
+    write_tokenizer(path, ("<unk>", "<eos>", *(f"w{i}" for i in range(VOCAB - 2))))
+    requests = [request(f"r{i}", text, max_tokens=16) for i, text in enumerate(prompts(3, seed=5, longest=12))]
+    resolved = resolved_for(path, {"method": "mtp", "num_speculative_tokens": 3})
+    proposer: Any = build_proposer(resolved)
+    attention = proposer.head.layer.attention
+    assert (attention.window, attention.has_rope) == (None, True)
+    result = run(resolved, requests)
+    assert result.token_ids == run(resolved_for(path, None), requests).token_ids
+    assert result.num_drafted() > 40
 
 
 def test_modules_of_deepseek_v3_are_refused_by_what_they_are(tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from specdec import cli
+from specdec.config.token_map import read_token_map
 from specdec.train.manifest import model_fingerprint
 from specdec.train.shards import Corpus, Origin, features_path, layers_of, read_shard, write_shard
+from tests.models.test_mtp_published import write_mimo
 from tests.train.conftest import TAPS, Taught
 
 
@@ -45,6 +47,24 @@ def test_features_fit_and_export_as_typed(
     assert cli._run(["train", "export", "dspark", *where, "--run", run, "--out", str(head)]) == 0
     assert json.loads((head / "provenance.json").read_text())["steps"] == 2
     assert (head / "model.safetensors").exists()
+
+
+def test_a_target_that_transformers_does_not_know_is_trained_on(taught: Taught, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """MiMo's own type has its layers and its module, of which none is code of the checkpoint."""
+    target = tmp_path / "MiMo-7B-RL"
+    write_mimo(target)
+    (tmp_path / "data").mkdir()
+    shard = tmp_path / "data" / "shard-00000.safetensors"
+    documents = list(read_shard(taught.data / "shard-00000.safetensors", features=False))
+    write_shard(shard, documents, vocab_size=97, origin=Origin(model=model_fingerprint(target), source="test", seed=0))
+    where = ["--model", str(target), "--data", str(shard.parent)]
+    assert cli._run(["train", "features", *where, "--layers", "1,2,3"]) == 0
+    assert cli._run(["train", "fit", "eagle3", *where, "--out", str(tmp_path / "run"), "--steps", "1", "--batch-size", "4"]) == 0
+    assert cli._run(["train", "export", "eagle3", *where, "--run", str(tmp_path / "run"), "--out", str(tmp_path / "head")]) == 0
+    assert json.loads((tmp_path / "head" / "config.json").read_text())["rope_theta"] == 640000
+    assert cli._run(["train", "token-map", *where, "--size", "12", "--out", str(tmp_path / "hot.pt")]) == 0
+    assert f"12 ids in {tmp_path / 'hot.pt'}" in capsys.readouterr().out.replace("\n", "")
+    assert len(read_token_map(str(tmp_path / "hot.pt"), 97)) == 12
 
 
 @pytest.mark.parametrize("step", ["features", "fit", "export"])
