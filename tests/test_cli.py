@@ -199,13 +199,13 @@ def test_values_of_the_file_are_checked_like_those_of_the_command_line(tmp_path:
 def test_no_speculation_is_plain_and_nothing_said_is_the_default() -> None:
     from specdec.config.resolve import default_speculative
 
-    assert choose_speculation(SpeculationFlags(off=True)) is None
-    assert choose_speculation(SpeculationFlags()) == default_speculative()
-    short = choose_speculation(SpeculationFlags(method="ngram", num_tokens=3))
+    assert choose_speculation(SpeculationFlags(off=True), "other") is None
+    assert choose_speculation(SpeculationFlags(), "other") == default_speculative("other")
+    short = choose_speculation(SpeculationFlags(method="ngram", num_tokens=3), "other")
     assert short is not None
     assert (short.method, short.num_speculative_tokens) == ("ngram", 3)
     with pytest.raises(ConfigError, match="both given"):
-        choose_speculation(SpeculationFlags(off=True, num_tokens=3))
+        choose_speculation(SpeculationFlags(off=True, num_tokens=3), "other")
 
 
 def test_doctor_reports_and_exits_0() -> None:

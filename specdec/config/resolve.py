@@ -206,7 +206,7 @@ def _speculation_rows(
     known = dict(sources or {})
     if draft is None or traits is None:
         return report.speculative_rows(None, known)
-    if engine.speculative == default_speculative():
+    if engine.speculative == default_speculative(engine.model.model):
         known.setdefault("speculative", "default")
     known.setdefault("speculative.num_speculative_tokens", known.get("speculative") or draft.length_source)
     derived = partial(ReportRow, source="derived")

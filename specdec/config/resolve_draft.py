@@ -24,6 +24,7 @@ from specdec.config.speculative import (
     with_sources,
 )
 from specdec.config.token_map import read_token_map
+from specdec.config.trained_heads import included_head
 from specdec.errors import ConfigError
 from specdec.models.source import has_tokenizer, locate_draft, read_json
 
@@ -114,7 +115,8 @@ def _draft_checkpoint(config: SourceConfig, target: Target) -> tuple[str, dict[s
             raise ConfigError("speculative_config.method is `dspark`, but the target's checkpoint has no DSpark stages", hint=hint)
         return target.files.model_path, dict(target.raw)
     try:
-        files = locate_draft(config.model, revision=getattr(config, "revision", None))
+        included = included_head(config.model)
+        files = locate_draft(str(included or config.model), revision=getattr(config, "revision", None))
     except ConfigError as error:
         raise ConfigError(f"speculative_config.model: {error.message}", hint=error.hint) from None
     return files.model_path, read_json(Path(files.model_path) / "config.json")

@@ -32,6 +32,7 @@ from specdec.config.method_configs import (
     SuffixConfig,
     check_confidence_threshold,
 )
+from specdec.config.trained_heads import trained_head
 from specdec.errors import ConfigError
 
 __all__ = ["BUILT_RULES", "LOSSY_RULES", "SpeculativeBase", "SpeculativeConfig", "built_methods", "check_schedule", "parse_speculative"]
@@ -145,14 +146,16 @@ def built_methods() -> frozenset[str]:
     return frozenset(REGISTRY)
 
 
-def default_speculative() -> SpeculativeConfig:
-    """Return what serves a user who asked for nothing: needs no checkpoint and costs nothing where it does not help.
+def default_speculative(model: str = "") -> SpeculativeConfig:
+    """Return what serves a user who asked for nothing: it costs nothing where it does not help.
 
-    Also on the embedded model, for which heads are included: a hybrid with them accepts more and is not faster yet (docs/log.md).
+    Lookups in the text need no weights; where a head was trained for the target (see trained_heads.py), it drafts what they cannot.
     """
-    return SuffixConfig(
-        num_speculative_tokens=12, suffix_decoding_max_spec_factor=2.0, suffix_decoding_min_token_prob=0.3, policy="adaptive"
-    )
+    settings: dict[str, Any] = {"num_speculative_tokens": 12, "suffix_decoding_max_spec_factor": 2.0, "suffix_decoding_min_token_prob": 0.3}
+    head = trained_head(model)
+    if head is None:
+        return SuffixConfig(**settings, policy="adaptive")
+    return HybridConfig(sources=(SuffixConfig(**settings), head), policy="adaptive")
 
 
 def parse_speculative(

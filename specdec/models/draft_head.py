@@ -16,6 +16,7 @@ from specdec.config.methods import Tap
 from specdec.errors import ConfigError
 from specdec.kernels.layer_ops import layer_ops
 from specdec.models.attention import AttentionMetadata, KVPair
+from specdec.models.int8_linear import Int8Linear
 from specdec.models.linear import Linear
 from specdec.models.llama import Attention, DecoderLayer, _LayerReader, layer_has_rope, layer_window
 from specdec.models.loader import Checkpoint
@@ -136,6 +137,12 @@ class TokenTables:
         self._target = target
         if self.head is None:
             self._scores = target.compute_logits if self.ids is None else target.reduced_head(self.ids)
+
+    def round(self) -> None:
+        """Take int8 rows of the checkpoint's own LM head."""
+        if self.head is not None:
+            self.head = Int8Linear(self.head.weight, self.head.bias)
+            self._scores = self.head.wide
 
     @property
     def table(self) -> torch.Tensor | None:

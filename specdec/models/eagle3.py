@@ -19,6 +19,7 @@ from specdec.logging import get_logger
 from specdec.models.attention import AttentionMetadata, KVPair
 from specdec.models.draft_head import HeadReader, HeadSetting, HeadStates, Lender, layer_bytes
 from specdec.models.draft_ids import read_id_map
+from specdec.models.int8_linear import Int8Linear, round_layers
 from specdec.models.linear import Linear
 from specdec.models.llama import fuse
 from specdec.models.loader import Checkpoint
@@ -56,12 +57,8 @@ class Eagle3Model:
         self.rotary = RotaryTable(hf_config, head_dim=self.shape.head_dim, max_positions=setting.max_model_len, device=setting.device)
         is_int8 = setting.quantization == "int8"
         self.fused = fuse([self.first, *self.rest], self.shape, self.rotary, final_norm=self.final_norm, is_int8=is_int8)
-        if is_int8 and (self.fused is None or self.tables.head is None):
-            raise ConfigError(
-                "speculative_config.quantization is `int8`, but rounded heads run only in bfloat16 on CPUs with AMX int8 tiles, with sizes"
-                " that are multiples of 64 and an LM head of their own",
-                hint="leave it out",
-            )
+        if is_int8 and self.fused is None:
+            self._round()
         self.chain: FusedChain | None = None  # made once the target has lent its tables
         self._read_mask(reader, setting)
 
@@ -86,6 +83,13 @@ class Eagle3Model:
         self.fc: Linear | None = None
         if (getattr(config, "eagle_config", None) or {}).get("use_aux_hidden_state", True):
             self.fc = reader.linear([f"{reader.base}fc"], [self.shape.hidden_size], wide)
+
+    def _round(self) -> None:
+        """Take int8 weights where nothing is compiled."""
+        round_layers([self.first, *self.rest])
+        if self.fc is not None:
+            self.fc = Int8Linear(self.fc.weight, self.fc.bias)
+        self.tables.round()
 
     def _read_mask(self, reader: HeadReader, setting: HeadSetting) -> None:  # noqa: ARG002 (heads that draft in one pass read it)
         """Leave what only a head that drafts in one pass needs."""

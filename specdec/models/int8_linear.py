@@ -6,12 +6,18 @@ The target judges every draft with its own weights, so rounding can change how m
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional as F
 
 from specdec.models.linear import Linear
+
+if TYPE_CHECKING:
+    from specdec.models.draft_head import FirstLayer
+    from specdec.models.llama import DecoderLayer
 
 _INPUTS, _OUTPUTS = 32, 16  # torch's product reads whole groups of these, without looking
 
@@ -54,6 +60,14 @@ class Int8Linear(Linear):
 
     def _has_product(self, device: str) -> bool:
         return self.in_features % _INPUTS == 0 and self.out_features % _OUTPUTS == 0 and _device_has_product(device)
+
+
+def round_layers(layers: Iterable[DecoderLayer | FirstLayer]) -> None:
+    """Round all products of decoder layers in place."""
+    for layer in layers:
+        attention = layer.attention
+        attention.qkv, attention.out = (Int8Linear(x.weight, x.bias) for x in (attention.qkv, attention.out))
+        layer.gate_up, layer.down = (Int8Linear(x.weight, x.bias) for x in (layer.gate_up, layer.down))
 
 
 @cache

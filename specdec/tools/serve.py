@@ -62,7 +62,7 @@ def serve(engine: EngineConfig, speculation: SpeculationFlags, *, listen: Listen
     from specdec.server.listen import tls_of, unbind
 
     configure(listen.log_level, listen.log_format)
-    asked = replace(engine, speculative=choose_speculation(speculation))
+    asked = replace(engine, speculative=choose_speculation(speculation, engine.model.model))
     tls = tls_of(listen.ssl_certfile, listen.ssl_keyfile)
     sock = _bind(listen)
     try:
@@ -88,8 +88,8 @@ def _address(sock: socket, *, is_tls: bool) -> str:
     return f"{'https' if is_tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def choose_speculation(flags: SpeculationFlags) -> SpeculativeConfig | None:
-    """Return the configuration to draft with, None for plain decoding. Nothing said means the default drafting.
+def choose_speculation(flags: SpeculationFlags, model: str) -> SpeculativeConfig | None:
+    """Return the configuration to draft with, None for plain decoding. Nothing said means the default drafting of `model`.
 
     Raises:
         ConfigError: a value that cannot be, or --no-speculation beside another flag of speculation.
@@ -102,7 +102,7 @@ def choose_speculation(flags: SpeculationFlags) -> SpeculativeConfig | None:
     if flags.off:
         return None
     if not flags.said:
-        return default_speculative()
+        return default_speculative(model)
     return parse_speculative(
         flags.config, spec_method=flags.method, spec_model=flags.model, spec_tokens=flags.num_tokens, token_map=flags.token_map
     )

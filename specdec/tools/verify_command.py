@@ -38,7 +38,7 @@ def run_and_print(
     """
     if flags.off:
         raise ConfigError("--no-speculation is given, but verify compares speculation with plain decoding", hint="drop it")
-    asked = replace(engine, speculative=choose_speculation(flags))
+    asked = replace(engine, speculative=choose_speculation(flags, engine.model.model))
     drafted, plain = resolve(asked), resolve(replace(engine, speculative=None))
     texts = read_prompts(prompts_path) if prompts_path else default_prompts(QUICK_PROMPTS if quick else DEFAULT_PROMPTS)
     prompts = encode(plain, texts, options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from specdec.config.engine import EngineConfig, ReportRow
+from specdec.config.engine import EMBEDDED_MODEL, EngineConfig, ReportRow
 from specdec.config.report import asked_rows, default_rows, render, speculative_rows
 from specdec.config.resolve import default_speculative
 from specdec.config.speculative import MODELS
@@ -15,6 +15,8 @@ GOLDEN = Path(__file__).with_name("golden_defaults.txt")
 def all_defaults() -> str:
     lines = [f"{row.name} = {_plain(row.value)}" for row in default_rows(MODELS)]
     lines += [f"without any config: {row.name} = {_plain(row.value)}" for row in speculative_rows(default_speculative())]
+    for source in getattr(default_speculative(EMBEDDED_MODEL), "sources"):  # noqa: B009 (only a hybrid has them)
+        lines += [f"embedded model: {source.method}.{name} = {value}" for name, value in source.model_dump(exclude_defaults=True).items()]
     return "\n".join(lines) + "\n"
 
 

@@ -269,7 +269,7 @@ def test_the_embedded_model_converts_and_resolves(tmp_path_factory: pytest.TempP
 
     if not any((cache_dir() / "gguf").glob(f"*/{MANIFEST}")):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-    resolved = resolve(EngineConfig(speculative=default_speculative(), device="cpu"))
+    resolved = resolve(EngineConfig(speculative=default_speculative(EMBEDDED_MODEL), device="cpu"))
     assert (resolved.vocab_size, resolved.max_model_len, resolved.eos_token_ids) == (49152, 8192, (2,))
     assert resolved.served_model_name == EMBEDDED_MODEL
     assert (resolved.hf_config.num_hidden_layers, resolved.hf_config.hidden_size) == (30, 576)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.kernels.cpu.team import has_amx
+from specdec.kernels.cpu.team import has_amx, has_amx_int8
 from specdec.models.attention import AttentionMetadata, KVPair, allocate_kv
 from specdec.models.eagle3 import Eagle3Model
 from tests.models.eagle_reference import random_weights, write_head
@@ -29,9 +29,9 @@ LENGTHS, WANTED = (19, 37, 5), (4, 1, 3)  # three requests; the second drafts on
 TABLE = torch.tensor([[7, 2, 0, 3], [1, 9, 5, 4], [6, 8, 10, 11]], dtype=torch.int32)
 
 
-def build(path: Path, name: str) -> Eagle3Model:
+def build(path: Path, name: str, **setting: str) -> Eagle3Model:
     spec = SPECS[name]
-    head = load(write_head(path, spec, random_weights(spec)), spec, dtype=torch.bfloat16)
+    head = load(write_head(path, spec, random_weights(spec)), spec, dtype=torch.bfloat16, **setting)
     assert isinstance(head, Eagle3Model)
     target = Target(width=192)
     target.embedding = target.embedding.bfloat16()
@@ -126,6 +126,28 @@ def test_the_phase_is_its_passes(tmp_path: Path, name: str) -> None:
     assert law.tolist() == pytest.approx([chances[0] for _, chances in want], rel=0.03)
 
 
+@pytest.mark.skipif(not has_amx_int8(), reason="no AMX int8 tiles: rounded weights are NOT tested here")
+@pytest.mark.parametrize("name", ["eagle3", "own_states", "together"])
+def test_a_phase_with_rounded_weights_is_near_the_exact_one(tmp_path: Path, name: str) -> None:
+    from specdec.kernels.cpu.chain_rows import ChainRows
+
+    taps = [torch.randn(20, 192, generator=torch.Generator().manual_seed(5)).bfloat16() for _ in SPECS[name].taps]
+    ids = torch.randint(0, 97, (20,), generator=torch.Generator().manual_seed(6)).numpy()
+    positions = np.arange(20)
+    rows = ChainRows(
+        positions, ids, positions, slots(0, torch.arange(20)).numpy(), *map(np.array, ([0], [0, 20], [20], [0], [19], [20], [4]))
+    )
+    found = []
+    for setting in ({}, {"quantization": "int8"}):
+        head = build(tmp_path / str(len(found)), name, **setting)
+        assert head.chain is not None
+        first = head.chain.run(taps, rows, TABLE[:1].numpy(), empty(head), most=0).scored.float().clone()
+        found.append((first, head.chain.run(taps, rows, TABLE[:1].numpy(), empty(head), most=4)))
+    (exact, _), (rounded, grown) = found
+    assert 0 < float((rounded - exact).norm() / exact.norm()) < 0.05
+    assert (grown.token_ids >= 0).all()
+
+
 def test_a_chain_ends_where_it_is_no_longer_likely(tmp_path: Path) -> None:
     from specdec.kernels.cpu.chain_rows import ChainRows
 
@@ -150,3 +172,17 @@ def test_states_that_are_no_numbers_draft_nothing(tmp_path: Path) -> None:
     taps = [torch.full((1, 192), torch.nan, dtype=torch.bfloat16) for _ in head.taps]
     rows = ChainRows(*map(np.array, ([0], [4], [0], [112], [0], [0, 1], [1], [0], [0], [1], [3])))
     assert head.chain.run(taps, rows, TABLE.numpy(), empty(head), most=3).token_ids.tolist() == [[-1, -1, -1]]
+
+
+def test_rounded_weights_work_where_nothing_is_compiled(tmp_path: Path) -> None:
+    spec = SPECS["own_states"]
+    path = write_head(tmp_path / "head", spec, random_weights(spec))
+    ids, features = torch.arange(9), torch.randn(9, 192, generator=torch.Generator().manual_seed(2))
+    exact, rounded = (
+        one_pass(load(path, spec, **setting), fresh_kv(spec.num_layers), 0, ids, features, 0) for setting in ({}, {"quantization": "int8"})
+    )
+    assert 0 < float((rounded.scored - exact.scored).norm() / exact.scored.norm()) < 0.05
+
+
+def fresh_kv(num_layers: int) -> list[KVPair]:
+    return allocate_kv(num_layers, (12, 16, 2, 64), dtype=torch.float32, device=torch.device("cpu"))
