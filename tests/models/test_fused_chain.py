@@ -30,7 +30,7 @@ TABLE = torch.tensor([[7, 2, 0, 3], [1, 9, 5, 4], [6, 8, 10, 11]], dtype=torch.i
 
 
 def build(path: Path, name: str, **setting: str) -> Eagle3Model:
-    spec = SPECS[name]
+    spec = replace(SPECS[name], mlp=128)  # whole tiles of either type
     head = load(write_head(path, spec, random_weights(spec)), spec, dtype=torch.bfloat16, **setting)
     assert isinstance(head, Eagle3Model)
     target = Target(width=192)
