@@ -6,6 +6,7 @@ Letters: B sequences, T tokens, H hidden, Dh head size.
 from __future__ import annotations
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 
@@ -31,3 +32,8 @@ def rope_table(theta: float, head_dim: int, length: int) -> tuple[torch.Tensor, 
     """(cos, sin), each [length, Dh/2] f32."""
     angles = torch.arange(length)[:, None] * theta ** (-torch.arange(0, head_dim, 2).double() / head_dim)
     return angles.cos().float(), angles.sin().float()
+
+
+def matrix(out_size: int, in_size: int) -> nn.Parameter:
+    """A random weight [out, in] that keeps the size of what it reads."""
+    return nn.Parameter(torch.randn(out_size, in_size) * in_size**-0.5)
