@@ -275,7 +275,7 @@ class ToyRunner:
         for request_id in plan.num_scheduled_tokens:
             self._check_reads(request_id)
         results = {request_id: self._run(request_id, num_rows, plan) for request_id, num_rows in plan.num_scheduled_tokens.items()}
-        return ModelRunnerOutput(results=results, epoch=dict(plan.epoch), timings=self.timings)
+        return ModelRunnerOutput(results=results, epoch=dict(plan.epoch), num_rows=plan.total_num_scheduled_tokens, timings=self.timings)
 
     def _apply(self, plan: SchedulerOutput) -> None:
         """Take over what changed, in the order a worker must: free rows first."""

@@ -330,7 +330,7 @@ class EngineCore:
             ("propose", timings.propose_s),
             ("output", output_s),
         )
-        self.stats.observe_step(plan.total_num_scheduled_tokens, durations_s=durations_s, gauges=self._gauges())
+        self.stats.observe_step(result.num_rows, durations_s=durations_s, gauges=self._gauges())
 
     def _gauges(self) -> StepGauges:
         scheduler, policy = self._scheduler, self._scheduler.policy.state()

@@ -135,8 +135,12 @@ class StepTimings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRunnerOutput:
-    """All results of one step, keyed by request id, with the epochs they belong to."""
+    """All results of one step, keyed by request id, with the epochs they belong to.
+
+    num_rows: query rows that ran, which is less than planned where drafts were planned and never made.
+    """
 
     results: Mapping[str, RequestOutput]
     epoch: Mapping[str, int]
+    num_rows: int
     timings: StepTimings = StepTimings()

@@ -174,7 +174,7 @@ class Scheduler:
                 f"{request_id}: the worker answered for epoch {output.epoch[request_id]}, planned was {request.epoch}"
             )
             commits[request_id] = self._commit(request, result, num_rows=num_rows, num_drafts=planned.num_draft_nodes.get(request_id, 0))
-        self.policy.observe(commits, num_rows=planned.total_num_scheduled_tokens, timings=output.timings)
+        self.policy.observe(commits, num_rows=output.num_rows, timings=output.timings)
         return commits
 
     # -- what the engine shows -----------------------------------------------------------------------------------
@@ -265,13 +265,20 @@ class Scheduler:
 
     def _reserve(self, request: Request, num_rows: int, step: _Step, *, computed_blocks: Sequence[int] = ()) -> tuple[int, ...] | None:
         """Return new blocks for `num_rows` rows, with room to draft after them if there is any, or None."""
-        for num_lookahead in dict.fromkeys((self.num_lookahead_tokens, 0)):
+        least = self._num_ahead(request, num_rows)
+        for num_lookahead in dict.fromkeys((max(self.num_lookahead_tokens, least), least)):
             blocks = self.kv.allocate_slots(request, num_rows, num_lookahead_tokens=num_lookahead, computed_blocks=computed_blocks)
             if blocks is not None:
                 if num_lookahead < self.num_lookahead_tokens:
                     step.undraftable.add(request.request_id)
                 return blocks
         return None
+
+    def _num_ahead(self, request: Request, num_rows: int) -> int:
+        """Slots past the rows for a token that the step in flight may draw from the target's law beside its drafts."""
+        if not request.num_pending_outputs:
+            return 0
+        return max(min(1, self.num_lookahead_tokens, request.max_total_tokens - 1 - request.num_computed_tokens - num_rows), 0)
 
     def _preempt(self, victim: Request, step: _Step) -> None:
         """Take a request's blocks; it is computed again from its tokens, and results on their way are dropped."""

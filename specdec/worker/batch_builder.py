@@ -17,10 +17,12 @@ from specdec.worker.request_state import RequestState, RowInfo
 
 
 def build_batch(plan: SchedulerOutput, state: RequestState, *, block_size: int) -> tuple[list[RowInfo], InputBatch]:
-    """Gather the scheduled requests' rows in batch order; drafts replace their placeholders on the device."""
+    """Gather the scheduled requests' rows in batch order, less the drafts that were planned and never made."""
     infos = [state.infos[request_id] for request_id in plan.num_scheduled_tokens]
-    query_lens = tuple(plan.num_scheduled_tokens.values())
-    num_drafts = tuple(plan.num_draft_nodes.get(info.request_id, 0) for info in infos)
+    planned = [plan.num_draft_nodes.get(info.request_id, 0) for info in infos]
+    num_drafts = tuple(_drafts_at_hand(info, n, block_size) for n, info in zip(planned, infos, strict=True))
+    missing = [n - at_hand for n, at_hand in zip(planned, num_drafts, strict=True)]
+    query_lens = tuple(n - absent for n, absent in zip(plan.num_scheduled_tokens.values(), missing, strict=True))
     seq_lens = tuple(info.num_computed + n for info, n in zip(infos, query_lens, strict=True))
     samples = [seq_len >= info.prefill_len for seq_len, info in zip(seq_lens, infos, strict=True)]
     num_logits = tuple(n + 1 if sample else 0 for n, sample in zip(num_drafts, samples, strict=True))
@@ -64,6 +66,13 @@ def build_batch(plan: SchedulerOutput, state: RequestState, *, block_size: int) 
         num_logits_cpu=num_logits,
     )
     return infos, batch
+
+
+def _drafts_at_hand(info: RowInfo, planned: int, block_size: int) -> int:
+    """Drafts that get a row. A plan made before they were known (async_scheduling) counts on all that were ordered; those that
+    nobody drafted cost nothing, and to the scheduler they are drafts that were not kept."""
+    num_slots_behind_anchor = info.num_blocks * block_size - info.num_computed - 1
+    return max(min(planned, info.num_drafts, num_slots_behind_anchor), 0)
 
 
 def attention_metadata(batch: InputBatch, infos: list[RowInfo]) -> AttentionMetadata:

@@ -71,7 +71,7 @@ class ModelRunner:
         start_s = perf_counter()
         self._apply(plan)
         if not plan.num_scheduled_tokens:
-            return ModelRunnerOutput(results={}, epoch=plan.epoch)
+            return ModelRunnerOutput(results={}, epoch=plan.epoch, num_rows=0)
         infos, batch = build_batch(plan, self.state, block_size=self.block_size)
         meta = attention_metadata(batch, infos)
         prepared_s = perf_counter()
@@ -97,7 +97,7 @@ class ModelRunner:
             verify_s=verified_s - forwarded_s,
             propose_s=perf_counter() - verified_s,
         )
-        return ModelRunnerOutput(results=results, epoch=plan.epoch, timings=timings)
+        return ModelRunnerOutput(results=results, epoch=plan.epoch, num_rows=sum(batch.query_lens_cpu), timings=timings)
 
     def close(self) -> None:
         """Drop caches and weights' last references."""

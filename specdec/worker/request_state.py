@@ -95,6 +95,7 @@ class RequestState:
         self.top_p[row] = sampling.top_p
         self.min_p[row] = sampling.min_p
         self.seed[row] = info.seed
+        self.block_table[row] = 0  # the padding block: nothing that a former request held may be written to
         self.append_blocks(new.request_id, new.block_ids)
         return info
 
@@ -124,8 +125,7 @@ class RequestState:
         return rows, outcomes
 
     def store_drafts(self, infos: list[RowInfo], rows: torch.Tensor, drafts: DraftBatch, num_nodes: list[int]) -> None:
-        """Keep a proposer's batch for the next step. Columns past a request's nodes become INVALID_TOKEN: a plan made before
-        these drafts were known (async_scheduling) may test more rows than there are drafts."""
+        """Keep a proposer's batch for the next step; columns past a request's nodes become INVALID_TOKEN."""
         width = drafts.token_ids.shape[1]
         self.draft_token_ids[rows] = INVALID_TOKEN
         if width:
