@@ -15,7 +15,8 @@ import torch
 
 from specdec.kernels.cpu import amx_chain as table
 from specdec.kernels.cpu import amx_decoder, team
-from specdec.kernels.cpu.amx_gemm import ROWS, can_pack, pack_weight
+from specdec.kernels.cpu.amx_gemm import ROWS, can_pack
+from specdec.kernels.cpu.amx_int8 import can_quantize
 from specdec.kernels.cpu.chain_rows import ChainRows
 from specdec.models.attention import KVPair
 from specdec.models.fused_stack import FusedStack, Spans
@@ -41,6 +42,8 @@ def fuse_chain(head: Eagle3Model) -> FusedChain | None:
     if head.fused is None or tables.head is None or tables.table is None or tables.logit_scale != 1.0:
         return None
     if any(x.bias is not None or not can_pack(x.weight) for x in linears) or tables.table.dtype is not torch.bfloat16:
+        return None
+    if head.fused.is_int8 and not all(can_quantize(x.weight) and x.in_features <= head.fused.widest for x in linears):
         return None
     return FusedChain(head, head.fused, embedding=tables.table, lm_head=tables.head.weight)
 
@@ -98,7 +101,8 @@ class FusedChain:
         call[table.EXTEND], call[table.CHAIN] = (row.ctypes.data for row in self._tables)
         call[table.NUM_TAPS], call[table.TAPS], call[table.TAP_NORMS] = self._num_taps, self._taps.ctypes.data, self._tap_norms.ctypes.data
         call[table.WIDE_NORM] = 0 if head.input_norm is None else self._address(head.input_norm.float())
-        call[table.W_JOIN] = 0 if head.fc is None else self._address(pack_weight(head.fc.weight))
+        if head.fc is not None:
+            call[table.W_JOIN], call[table.S_JOIN] = self.stack.pack(head.fc.weight)
         call[table.EMBEDDING] = self._address(embedding)
         call[table.TOKEN_NORM], call[table.FEATURE_NORM] = self._address(head.token_norm.float()), self._address(head.feature_norm.float())
         call[table.NORMS_RESIDUAL], call[table.NORMS_OUTPUT] = int(head.norms_residual), int(head.norms_output)

@@ -40,6 +40,11 @@ def can_fuse_int8(layers: Sequence[DecoderLayer | FirstLayer]) -> bool:
     return all(can_quantize(x.weight) for layer in layers for x in (layer.attention.qkv, layer.attention.out, layer.gate_up, layer.down))
 
 
+def widest_input(shape: LayerShape) -> int:
+    """Inputs of the widest product that int8 rows are rounded for: a draft head joins up to four states."""
+    return max(4 * shape.hidden_size, shape.intermediate_size, shape.q_size)
+
+
 class Spans(NamedTuple):
     """Where a call's rows lie, as addresses: positions, slots [N]; starts [num + 1], seq_lens [num]: int64; block_table int32."""
 
@@ -75,6 +80,11 @@ class FusedStack:
         self._call = np.zeros(table.NUM_SLOTS, dtype=np.int64)
         self._rows: RowBuffers | None = None
         self._bound: Sequence[KVPair] | None = None
+
+    @property
+    def widest(self) -> int:
+        """Inputs of the widest product in int8."""
+        return widest_input(self.shape)
 
     @staticmethod
     def fits(kv: Sequence[KVPair]) -> bool:
@@ -209,7 +219,7 @@ class RowBuffers:
         self.activation = torch.zeros(capacity, shape.intermediate_size, dtype=torch.bfloat16)
         self.arrivals = torch.zeros(8, dtype=torch.int64)  # a cache line of its own
         self.workspace = -(-(SCRATCH_BYTES + (16 + table.CHUNK) * shape.head_dim * 4) // 64) * 64  # where that of int8 products begins
-        per_thread = self.workspace + workspace_bytes(max(2 * shape.hidden_size, shape.intermediate_size, shape.q_size))
+        per_thread = self.workspace + workspace_bytes(widest_input(shape))
         self.scratch = torch.zeros(num_threads, -(-per_thread // 4096) * 4096, dtype=torch.uint8)
 
     def mixed(self, width: int) -> torch.Tensor:

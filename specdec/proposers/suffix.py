@@ -106,17 +106,16 @@ class SuffixProposer(BaseProposer):
                 self.cache.learn(outcome.tenant, outcome.output_token_ids)
 
     def propose(self, step: StepView) -> DraftBatch:
-        """Read the step's tokens, then search the trees."""
-        found = []
+        """Where drafts are wanted, read what was written since the last time, and search the trees."""
+        if not any(step.max_nodes):
+            return host_batch([()] * len(step.max_nodes), source="suffix")
+        found = [Continuation()] * len(step.max_nodes)
         num_sampled, num_tokens = step.num_sampled.tolist(), step.num_tokens[step.rows].tolist()
-        for index, (row, sampled) in enumerate(zip(step.rows.tolist(), step.sampled_token_ids.tolist(), strict=True)):
-            text = self._texts[row]
-            new = sampled[: num_sampled[index]]
-            if text.num_tokens + len(new) != num_tokens[index]:  # another source drew a token of the target's since
-                new = step.token_ids[row, text.num_tokens : num_tokens[index]].tolist()
-            text.extend(new)
-            wanted = step.max_nodes[index] if new else 0
-            found.append(self._search(text, wanted) if wanted else Continuation())
+        for index, (row, wanted) in enumerate(zip(step.rows.tolist(), step.max_nodes, strict=True)):
+            if wanted and num_sampled[index]:
+                text = self._texts[row]
+                text.extend(step.token_ids[row, text.num_tokens : num_tokens[index]].tolist())
+                found[index] = self._search(text, wanted)
         batch = host_batch([one.token_ids for one in found], source="suffix")
         return replace(batch, confidence=_confidence(found, batch.token_ids))
 

@@ -40,6 +40,7 @@ from specdec.kernels.cpu.amx_decoder import (
     f32,
     from_bf16,
     i64,
+    product,
     rms_norm_row,
     run_layer,
     to_bf16,
@@ -53,11 +54,11 @@ from specdec.kernels.cpu.llvm import exp_sum, largest, pointer, team_size, threa
 # Slots of the call table (int64); buffers are addresses, zero means absent.
 # EXTEND, CHAIN: call tables of the decoder. TAPS: addresses of the target's states [., Ht] bf16, TAP_NORMS of their norms [Ht] f32.
 (
-    EXTEND, CHAIN, NUM_TAPS, TAP_WIDTH, TAPS, TAP_NORMS, WIDE_NORM, WIDE, W_JOIN, JOINED, KEPT, SUCCESSORS,
+    EXTEND, CHAIN, NUM_TAPS, TAP_WIDTH, TAPS, TAP_NORMS, WIDE_NORM, WIDE, W_JOIN, S_JOIN, JOINED, KEPT, SUCCESSORS,
     EMBEDDING, TOKEN_NORM, FEATURE_NORM, NORMS_RESIDUAL, NORMS_OUTPUT, FEATURES,
     NUM_CHAINS, NEWEST, ANCHORS, WANTED, SCORED, FED_BACK, W_HEAD, S_HEAD, HEAD_SIZE, LOGITS, ID_MAP,
     MOST, LEAST_TRUST, TRUST, NEXT, DRAFTS, CONFIDENCE, NUM_CHAIN_SLOTS,
-) = range(36)  # fmt: skip
+) = range(37)  # fmt: skip
 
 
 @njit(fastmath=FAST)
@@ -138,9 +139,8 @@ def extend(c: np.ndarray, a: np.ndarray, thread: int, eps: float) -> None:
         gather_states(c, row, eps)
     wait_for_all(a)
     if c[W_JOIN]:
-        first, last = share(width // 16, thread, num_threads, 4)
-        tiles = (a[NUM_ROWS] + ROWS - 1) // ROWS
-        gemm_blocks(c[WIDE], wide * 2, c[W_JOIN], wide // 32, first, last, c[JOINED], width * 4, tiles, False)
+        scratch = a[SCRATCH] + thread * a[SCRATCH_STRIDE]
+        product(a, c[WIDE], wide, c[W_JOIN], c[S_JOIN], width // 16, 4, thread, c[JOINED], False, scratch)
         wait_for_all(a)
     for row in range(thread, a[NUM_ROWS], num_threads):
         feature = c[WIDE] + row * wide * 2
