@@ -100,7 +100,7 @@ def serve(
     max_waiting: Annotated[int, _opt("--max-waiting", group=SCHEDULER, help="Requests that may wait; more get 429. 0: no limit.")] = 1024,
     async_scheduling: Annotated[
         bool, _opt("--async-scheduling/--no-async-scheduling", group=SCHEDULER, help="Plan a step while the one before runs.")
-    ] = False,
+    ] = True,
     speculative_config: Annotated[
         str | None,
         _opt("--speculative-config", "-sc", group=SPECULATION, help="JSON with vLLM's keys; also --speculative-config.KEY VALUE."),

@@ -140,7 +140,7 @@ def test_every_option_of_serve_reaches_its_field(started: list[Any]) -> None:
         "serve org/name --served-model-name n --tokenizer t --revision r --dtype float32 --device cpu --max-model-len 512 --seed 5 "
         "--trust-remote-code --block-size 32 --num-gpu-blocks-override 99 --gpu-memory-utilization 0.5 --no-enable-prefix-caching "
         "--max-num-seqs 3 --max_num_batched_tokens 100 --long-prefill-token-threshold 50 --scheduling-policy priority --max-waiting 7 "
-        "--async-scheduling --speculative-config.method ngram --spec-tokens 4 --spec-model m --host 0.0.0.0 --port 81 "
+        "--no-async-scheduling --speculative-config.method ngram --spec-tokens 4 --spec-model m --host 0.0.0.0 --port 81 "
         "--api-key a --api-key b --cors-origin c --max-body-bytes 2048 --metrics-compat vllm --per-request-spec-decode-metrics detailed "
         "--drain-seconds 1 --log-level DEBUG --log-format json --uds u --ssl-certfile c --ssl-keyfile k --no-ui --request-timeout 9 "
         "--stall-seconds 8 --enable-sleep-mode --otlp-traces-endpoint http://o/v1/traces"
@@ -152,7 +152,7 @@ def test_every_option_of_serve_reaches_its_field(started: list[Any]) -> None:
     assert (model.dtype, engine.device, model.max_model_len, model.seed, model.trust_remote_code) == ("float32", "cpu", 512, 5, True)
     assert (cache.block_size, cache.num_blocks, cache.memory_fraction, cache.enable_prefix_caching) == (32, 99, 0.5, False)
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.long_prefill_token_threshold) == (3, 100, 50)
-    assert (scheduler.policy, scheduler.max_waiting, scheduler.async_scheduling) == ("priority", 7, True)
+    assert (scheduler.policy, scheduler.max_waiting, scheduler.async_scheduling) == ("priority", 7, False)
     assert speculation == SpeculationFlags(config='{"method": "ngram"}', model="m", num_tokens=4)
     assert listen == Listen(
         host="0.0.0.0", port=81, uds="u", ssl_certfile="c", ssl_keyfile="k", drain_s=1, log_level="DEBUG", log_format="json"

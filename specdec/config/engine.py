@@ -59,14 +59,17 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of one step and of the queues. `max_waiting` 0 means no limit."""
+    """Limits of one step and of the queues. `max_waiting` 0 means no limit.
+
+    async_scheduling: plan a step while the one before it runs; what clients get is the same.
+    """
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     long_prefill_token_threshold: int = 0
     policy: QueuePolicy = "fcfs"
     max_waiting: int = 1024
-    async_scheduling: bool = False
+    async_scheduling: bool = True
 
     def __post_init__(self) -> None:
         _one_of("scheduling policy", self.policy, get_args(QueuePolicy))

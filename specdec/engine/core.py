@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -30,6 +30,7 @@ from specdec.engine.output_processor import OutputProcessor, Tracer
 from specdec.engine.token_table import vocabulary_of
 from specdec.engine.tokenizer import Tokenizer
 from specdec.engine.types import EngineOutput, EngineRequest
+from specdec.engine.worker_thread import Lane, OwnThread, WorkerThread
 from specdec.errors import EngineAsleep, EngineDeadError, RequestRejected
 from specdec.metrics.stats import EngineStats, IntervalLog, StepGauges
 from specdec.scheduler.output import ModelRunnerOutput, RequestOutput, SchedulerOutput
@@ -80,7 +81,13 @@ class EngineCore:
     """
 
     def __init__(
-        self, resolved: ResolvedConfig, runner: Runner, *, tokenizer: Tokenizer, clock: Callable[[], float] = time.monotonic
+        self,
+        resolved: ResolvedConfig,
+        runner: Runner,
+        *,
+        tokenizer: Tokenizer,
+        clock: Callable[[], float] = time.monotonic,
+        lane: Lane | None = None,
     ) -> None:
         self.resolved = resolved
         self.tokenizer = tokenizer
@@ -93,8 +100,7 @@ class EngineCore:
         self._scheduler = Scheduler(resolved, runner.num_blocks, build_policy(resolved))
         self._processor = OutputProcessor(tokenizer, self.stats)
         self._log = IntervalLog(self.stats, now_s=self._clock())
-        # async_scheduling: the worker runs on its own thread, and a step is planned while the one before it still runs
-        self._executor = ThreadPoolExecutor(1, "specdec-worker") if resolved.engine.scheduler.async_scheduling else None
+        self._lane = lane or lane_for(resolved)
         self._in_flight: _InFlight | None = None
         self._failure: BaseException | None = None
         self._sleep_level = 0  # 0: awake
@@ -109,7 +115,8 @@ class EngineCore:
         from specdec.worker.worker import load_runner
 
         tokenizer = Tokenizer.from_resolved(resolved)  # first: it fails fast
-        return cls(resolved, load_runner(resolved), tokenizer=tokenizer)
+        lane = lane_for(resolved)
+        return cls(resolved, lane.submit(load_runner, resolved).result(), tokenizer=tokenizer, lane=lane)
 
     def trace_with(self, tracer: Tracer) -> None:
         """Tell `tracer` of every request that ends from now on."""
@@ -171,7 +178,7 @@ class EngineCore:
         """
         self._require_alive()
         try:
-            return self._step() if self._executor is None else self._step_overlapped(self._executor)
+            return self._step_overlapped() if self.resolved.engine.scheduler.async_scheduling else self._step()
         except BaseException as error:  # Ctrl-C too: the worker may have run half a step
             self._failure = error
             raise
@@ -189,7 +196,7 @@ class EngineCore:
         """
         if level not in SLEEP_LEVELS:
             raise RequestRejected(f"level is {level}, but it must be 1 (give KV caches back) or 2 (weights too)", param="level")
-        self._idle_weights().sleep(level)
+        self._lane.submit(self._idle_weights().sleep, level).result()
         self._scheduler.kv.reset_prefix_cache()
         self._sleep_level = max(self._sleep_level, level)
 
@@ -200,7 +207,7 @@ class EngineCore:
             ConfigError: they cannot be read; the engine sleeps on.
         """
         if self._sleep_level:
-            self._idle_weights().wake()
+            self._lane.submit(self._idle_weights().wake).result()
             self._sleep_level = 0
 
     def reload_weights(self, weights_path: str | None = None, draft_weights_path: str | None = None) -> None:
@@ -212,7 +219,7 @@ class EngineCore:
             ConfigError: a checkpoint cannot be read or is of another model; nothing has changed then.
             RequestRejected: as for `sleep`.
         """
-        self._idle_weights().reload(weights_path, draft_weights_path)
+        self._lane.submit(self._idle_weights().reload, weights_path, draft_weights_path).result()
         self._scheduler.kv.reset_prefix_cache()
         self._sleep_level = 0
 
@@ -248,8 +255,7 @@ class EngineCore:
 
     def close(self) -> None:
         """Free the worker. The core cannot step afterwards."""
-        if self._executor is not None:
-            self._executor.shutdown(wait=True, cancel_futures=True)
+        self._lane.close()
         self.grammars.close()
         if self._failure is None:
             self._failure = EngineDeadError("the engine was closed")
@@ -277,14 +283,14 @@ class EngineCore:
 
     def _step(self) -> list[EngineOutput]:
         plan, schedule_s = self._schedule()
-        return self._complete(plan, self._runner.execute(plan), schedule_s=schedule_s)
+        return self._complete(plan, self._lane.submit(self._runner.execute, plan).result(), schedule_s=schedule_s)
 
-    def _step_overlapped(self, executor: ThreadPoolExecutor) -> list[EngineOutput]:
+    def _step_overlapped(self) -> list[EngineOutput]:
         """Plan and hand over the next step, then finish the one before it while the next already runs."""
         previous, self._in_flight = self._in_flight, None
         plan, schedule_s = self._schedule()
         if plan.num_scheduled_tokens or plan.finished or plan.preempted_ids:
-            self._in_flight = _InFlight(plan, executor.submit(self._runner.execute, plan), schedule_s)
+            self._in_flight = _InFlight(plan, self._lane.submit(self._runner.execute, plan), schedule_s)
         if previous is None:
             return []
         return self._complete(previous.plan, previous.result.result(), schedule_s=previous.schedule_s)
@@ -347,6 +353,11 @@ class EngineCore:
             drafter_bytes=getattr(self._runner, "drafter_bytes", 0),
             drafter_faults=getattr(self._runner, "drafter_faults", {}),
         )
+
+
+def lane_for(resolved: ResolvedConfig) -> Lane:
+    """Return where the worker runs: beside the engine when steps overlap, else on the engine's thread."""
+    return WorkerThread() if resolved.engine.scheduler.async_scheduling else OwnThread()
 
 
 @dataclass(frozen=True, slots=True)

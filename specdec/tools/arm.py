@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from specdec.config.engine import ResolvedConfig
-from specdec.engine.core import EngineCore
+from specdec.engine.core import EngineCore, lane_for
 from specdec.engine.tokenizer import Tokenizer
 from specdec.engine.types import EngineRequest
 from specdec.errors import SpecdecError
@@ -57,8 +57,9 @@ class Arm:
             ConfigError: a file cannot be read, or memory does not suffice.
         """
         tokenizer = Tokenizer.from_resolved(resolved)
-        runner = load_runner(resolved)
-        return cls(EngineCore(resolved, runner, tokenizer=tokenizer), runner)
+        lane = lane_for(resolved)
+        runner = lane.submit(load_runner, resolved).result()
+        return cls(EngineCore(resolved, runner, tokenizer=tokenizer, lane=lane), runner)
 
     @property
     def acceptance(self) -> tuple[int, int]:

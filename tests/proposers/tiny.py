@@ -59,7 +59,7 @@ def resolved_for(
     **scheduler: Any,
 ) -> ResolvedConfig:
     """The resolved configuration of a checkpoint of `write_checkpoint`; `scheduler` are fields of SchedulerConfig."""
-    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 64} | scheduler
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "async_scheduling": False} | scheduler
     engine = EngineConfig(
         cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks, enable_prefix_caching=enable_prefix_caching),
         scheduler=SchedulerConfig(**limits),

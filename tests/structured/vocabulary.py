@@ -62,7 +62,7 @@ def resolved_for(
     return ResolvedConfig(
         engine=EngineConfig(
             cache=CacheConfig(block_size=8, num_blocks=num_blocks),
-            scheduler=SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 256} | scheduler),
+            scheduler=SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 256, "async_scheduling": False} | scheduler),
             speculative=speculative,
         ),
         model_path=str(path),
