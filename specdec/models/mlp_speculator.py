@@ -43,7 +43,7 @@ class MlpSpeculator:
                 hint="choose a speculator trained for this target",
             )
         self.base = "speculator." if any(name.startswith("speculator.") for name in checkpoint.names()) else ""
-        self._tied: dict[tuple[str, str, tuple[int, ...]], torch.Tensor] = {}
+        self._tied: dict[tuple[str, str, bool], torch.Tensor] = {}
         vocab, steps = setting.vocab_size, range(self.num_heads)
         self.embeddings = [self._take("emb", i, "weight", (vocab, self.inner)) for i in steps]
         self.projections = [Linear(self._take("proj", i, "weight", (self.inner, self.inner if i else emb))) for i in steps]
@@ -78,15 +78,15 @@ class MlpSpeculator:
         return self.heads[index].wide(state), state
 
     def _take(self, part: str, index: int, kind: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A step's tensor; where weights are tied, that of the first step of the same shape stands for those that are not stored."""
-        name = f"{self.base}{part}.{index}.{kind}"
-        shared = self._tied.get((part, kind, shape)) if self.ties else None
+        """A step's tensor; where weights are tied, that of the first step stands for the others. The first projection is always its own."""
+        name, key = f"{self.base}{part}.{index}.{kind}", (part, kind, part == "proj" and index == 0)
+        shared = self._tied.get(key) if self.ties else None
         if shared is not None and name not in self.checkpoint:
             return shared
         tensor = self.checkpoint.take(name, shape)  # a tied tensor that is stored again is read and left
         if shared is not None:
             return shared
-        self._tied[part, kind, shape] = own = tensor.to(self.setting.device, self.setting.dtype).contiguous()
+        self._tied[key] = own = tensor.to(self.setting.device, self.setting.dtype).contiguous()
         return own
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 train_app = typer.Typer(no_args_is_help=True, help="Train a draft head on text that the target wrote itself.")
 
+METHOD_HELP = "eagle3, dspark, medusa, peagle, mtp, dflash, mlp_speculator, or truncated (a draft model)."
 Model = Annotated[str | None, typer.Option("--model", help="The target; none: the embedded model.")]
 Data = Annotated[Path, typer.Option("--data", help="Directory of the shards.")]
 
@@ -108,7 +109,7 @@ def features(
 
 @train_app.command()
 def fit(
-    method: Annotated[str, typer.Argument(help="eagle3, dspark or medusa")],
+    method: Annotated[str, typer.Argument(help=METHOD_HELP)],
     data: Data,
     out: Annotated[Path, typer.Option("--out", help="Directory of the run: checkpoint, log, vocabulary.")],
     model: Model = None,
@@ -120,6 +121,7 @@ def fit(
     init: Annotated[
         Path | None, typer.Option(help="An exported head of the same method to begin from, in place of random weights.")
     ] = None,
+    tensorboard: Annotated[Path | None, typer.Option("--tensorboard", help="Directory of TensorBoard's curves.")] = None,
 ) -> None:
     """Train until --steps. Stop it at any time: it goes on from its last checkpoint, with the shards that are there then."""
     from rich.console import Console
@@ -127,6 +129,7 @@ def fit(
 
     from specdec.train.fit import FitOptions
 
+    watch = _curves(tensorboard) if tensorboard else lambda _: None
     options = FitOptions(steps=steps, batch_size=batch_size, max_len=max_len, lr=lr, seed=seed)
     run = _open_run(method, data, out, model, init)
     console = Console()
@@ -134,6 +137,7 @@ def fit(
         task = bar.add_task(method, total=steps)
 
         def show(progress: Progress) -> None:
+            watch(progress)
             bar.update(task, completed=progress.step, description=f"{method} loss {progress.loss:.3f}")
             if progress.acceptance:
                 shares = " ".join(f"{share:.3f}" for share in progress.acceptance)
@@ -142,9 +146,32 @@ def fit(
         run.fit(options, show)
 
 
+def _curves(directory: Path) -> Callable[[Progress], None]:
+    """What draws each step's loss and, where it was measured, acceptance."""
+    from specdec.errors import ConfigError
+
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ConfigError("--tensorboard needs the package tensorboard", hint="pip install 'specdec[tensorboard]'") from None
+    writer = SummaryWriter(str(directory))
+
+    def draw(progress: Progress) -> None:
+        values = {"loss": progress.loss} | {f"by_position/{place}": value for place, value in enumerate(progress.by_position)}
+        for place, share in enumerate(progress.acceptance or ()):
+            values[f"accepted/{place}"] = share
+        if progress.mean_length is not None:
+            values["accepted/length"] = progress.mean_length
+        for name, value in values.items():
+            writer.add_scalar(name, value, progress.step)
+        writer.flush()
+
+    return draw
+
+
 @train_app.command()
 def export(
-    method: Annotated[str, typer.Argument(help="eagle3, dspark or medusa")],
+    method: Annotated[str, typer.Argument(help=METHOD_HELP)],
     data: Data,
     run_directory: Annotated[Path, typer.Option("--run", help="Directory that fit wrote to.")],
     out: Annotated[Path, typer.Option("--out", help="Directory of the checkpoint.")],

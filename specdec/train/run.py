@@ -18,23 +18,52 @@ from torch import nn
 
 from specdec.errors import ConfigError
 from specdec.models.loader import Checkpoint
+from specdec.train.dflash import DFlashTraining
 from specdec.train.draft_vocabulary import choose_draft_ids, count_ids
 from specdec.train.dspark import DSparkTraining
 from specdec.train.eagle3 import Eagle3Training
 from specdec.train.evaluation import serve_held_out
 from specdec.train.fit import FitOptions, Progress, checkpoint_path, fit, load_averaged
 from specdec.train.medusa import MedusaTraining
+from specdec.train.mlp_speculator import MlpSpeculatorTraining
+from specdec.train.mtp import MtpTraining
+from specdec.train.peagle import PEagleTraining
 from specdec.train.shards import Corpus, save_atomically, shard_paths
+from specdec.train.truncated import TruncatedTraining
 from specdec.train.warm_start import Weighted, begin_from, exported_draft_ids
 
-METHODS: dict[str, Any] = {"eagle3": Eagle3Training, "dspark": DSparkTraining, "medusa": MedusaTraining}
 DRAFT_VOCAB = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TargetTables:
-    """What a head borrows while it is trained: config, embedding [V, H] and LM head [V, H] of the target."""
+class Method:
+    """How a method's drafter is trained. kind: its class. drafts_all_ids: its format has no draft vocabulary, and its tables are its own.
 
+    copies_layers: it begins as a part of the target, whose tensors it is let `read`.
+    """
+
+    kind: Any
+    drafts_all_ids: bool = False
+    copies_layers: bool = False
+
+
+METHODS = {
+    "eagle3": Method(kind=Eagle3Training),
+    "dspark": Method(kind=DSparkTraining),
+    "medusa": Method(kind=MedusaTraining),
+    "peagle": Method(kind=PEagleTraining),
+    "mtp": Method(kind=MtpTraining),
+    "dflash": Method(kind=DFlashTraining),
+    "mlp_speculator": Method(kind=MlpSpeculatorTraining, drafts_all_ids=True),
+    "truncated": Method(kind=TruncatedTraining, copies_layers=True),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetTables:
+    """What a head borrows while it is trained: config, embedding [V, H] and LM head [V, H] of the target. path: its directory."""
+
+    path: str
     config: Any
     embedding: torch.Tensor
     head: torch.Tensor
@@ -51,7 +80,16 @@ class TargetTables:
         with Checkpoint(path) as checkpoint:
             embedding = checkpoint.take("model.embed_tokens.weight", shape)
             head = embedding if text.tie_word_embeddings else checkpoint.take("lm_head.weight", shape)
-        return cls(config=text, embedding=embedding, head=head)
+        return cls(path=path, config=text, embedding=embedding, head=head)
+
+    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return another tensor of the target.
+
+        Raises:
+            ConfigError: it has none of this name and shape.
+        """
+        with Checkpoint(self.path) as checkpoint:
+            return checkpoint.take(name, shape)
 
 
 class TrainingRun:
@@ -70,8 +108,9 @@ class TrainingRun:
         self.corpus = Corpus(data, features=True)
         self.draft_ids = self._vocabulary(always, init)
         torch.manual_seed(0)  # of the first weights
-        self.head: nn.Module = METHODS[method](
-            target.config, embedding=target.embedding, head=target.head, draft_ids=self.draft_ids, taps=self.corpus.layers
+        more = {"read": target.read} if METHODS[method].copies_layers else {}
+        self.head: nn.Module = METHODS[method].kind(
+            target.config, embedding=target.embedding, head=target.head, draft_ids=self.draft_ids, taps=self.corpus.layers, **more
         )
         if init is not None and not checkpoint_path(directory).exists():
             begin_from(cast("Weighted", self.head), init)
@@ -106,7 +145,9 @@ class TrainingRun:
         if path.exists():
             stored: torch.Tensor = load_file(path)["draft_ids"]
             return stored
-        if init is not None:
+        if METHODS[self.method].drafts_all_ids:
+            draft_ids = torch.arange(self.target.config.vocab_size)
+        elif init is not None:
             draft_ids = exported_draft_ids(init)
         else:
             counts = count_ids(self.corpus.documents("train"), self.target.config.vocab_size)

@@ -11,7 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from specdec.config.checkpoints import draft_hf_config
 from specdec.config.engine import ResolvedConfig
+from specdec.config.method_configs import DraftModelConfig, MtpConfig
+from specdec.config.methods import traits_for
 from specdec.errors import ConfigError
 from specdec.train.batches import collate
 from specdec.train.draft_vocabulary import choose_draft_ids
@@ -22,18 +25,19 @@ from specdec.train.features import make_features
 from specdec.train.fit import FitOptions, Progress, fit
 from specdec.train.losses import Mix, draft_laws, linear_draft_loss
 from specdec.train.run import METHODS, TrainingRun
-from specdec.train.shards import Corpus, save_atomically
+from specdec.train.shards import Corpus, Document, save_atomically
 from tests.models.block_reference import BlockSpec, PlainBlock
 from tests.models.eagle_reference import Spec
 from tests.proposers.heads import headed as eagle_headed
 from tests.proposers.heads import plain_head
 from tests.proposers.test_block import headed as block_headed
 from tests.proposers.test_hidden_head import headed as hidden_headed
-from tests.proposers.tiny import plain, request, run
+from tests.proposers.tiny import plain, request, resolved_for, run
 from tests.train.conftest import TAPS, Taught
 
 OPTIONS = FitOptions(steps=80, batch_size=8, max_len=48, lr=6e-3, save_every=40, eval_every=40, ema=0.9)
 EAGLE = Spec(draft_vocab=97, taps=(1, 2), fc_norm=True, norm_output=True)
+SLOW = ("medusa", "dflash")  # Medusa does not see the anchor; a DFlash mask learns first of all to look at it
 
 
 def build(taught: Taught, kind: type[Any], **more: Any) -> Any:
@@ -49,47 +53,63 @@ def build(taught: Taught, kind: type[Any], **more: Any) -> Any:
 
 def serving(target: Path, head: Path, method: str, drafts: int) -> ResolvedConfig:
     """The configuration of the tiny target with an exported head."""
-    if method == "eagle3":
-        return eagle_headed(target, head, EAGLE, drafts)
-    return (block_headed if method == "dspark" else hidden_headed)(target, head, drafts)
+    if method in ("eagle3", "peagle"):
+        return eagle_headed(target, head, EAGLE, drafts, config={"parallel_drafting": method == "peagle"})
+    if method in ("dspark", "dflash"):
+        return block_headed(target, head, drafts, method=method)
+    if method in ("medusa", "mlp_speculator"):
+        return hidden_headed(target, head, drafts)
+    kind = MtpConfig if method == "mtp" else DraftModelConfig
+    speculative = kind(model=str(head), num_speculative_tokens=drafts)
+    keys = json.loads((head / "config.json").read_text(encoding="utf-8"))
+    resolved = resolved_for(target, traits=traits_for(speculative, keys, num_target_layers=4), speculative=speculative)
+    return replace(resolved, draft_model_path=str(head), draft_hf_config=draft_hf_config(str(head), keys))
 
 
 def save(head: Any, path: Path) -> Path:
+    """Write a head whose vocabulary is whole, with its weights as they are."""
     path.mkdir()
     tensors = {name: tensor.float() for name, tensor in head.tensors().items()}
-    for name, value in zip(tensors, (x.detach() for x in _wide(head)), strict=True):
-        tensors[name] = value.contiguous()
+    tensors |= {name: weight.detach().clone().contiguous() for name, weight in head.weights().items()}
     save_atomically(tensors, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(head.config()), encoding="utf-8")
     return path
 
 
-def _wide(head: Any) -> list[torch.Tensor]:
-    """The weights in the order of `tensors`, before they are rounded to bf16."""
-    rounded = head.tensors()
-    own = dict(head.named_parameters())
-    found = []
-    for name, tensor in rounded.items():
-        same = [x for x in own.values() if x.numel() == tensor.numel() and torch.equal(x.detach().bfloat16().view_as(tensor), tensor)]
-        assert len(same) == 1, name
-        found.append(same[0].detach().view_as(tensor))
-    return found
+def widen(head: Any, taught: Taught) -> None:
+    """Let a head compute in float32, as the engine does here."""
+    head.dtype = torch.float32
+    if hasattr(head, "embedding"):
+        head.embedding = taught.tables.embedding.float()
+    head.target_head = taught.tables.head.float()
 
 
 # -- arithmetic ----------------------------------------------------------------------------------------------------------
+
+
+def states_of(taught: Taught, ids: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """transformers' states of a text: the stream before each layer and before the norm, each [T, H], and behind the norm."""
+    streams: list[torch.Tensor] = []
+    parts = [*taught.model.model.layers, taught.model.model.norm]
+    hooks = [part.register_forward_pre_hook(lambda _, args: streams.append(args[0][0])) for part in parts]
+    with torch.no_grad():
+        last = taught.model.model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+    for hook in hooks:
+        hook.remove()
+    return streams, last
+
+
+def exact(taught: Taught, ids: torch.Tensor, document: Document) -> Document:
+    """The document with other ids, and states that were not rounded to bf16."""
+    streams, last = states_of(taught, ids)
+    return replace(document, ids=ids, aux=torch.stack([streams[tap] for tap in TAPS], dim=1), hidden=last)
 
 
 def test_features_are_the_targets_own_states(taught: Taught) -> None:
     document = Corpus(taught.data, features=True).documents("train")[3]
     assert document.aux is not None
     assert document.hidden is not None
-    streams: list[torch.Tensor] = []
-    parts = [*taught.model.model.layers, taught.model.model.norm]
-    hooks = [part.register_forward_pre_hook(lambda _, args: streams.append(args[0][0])) for part in parts]
-    with torch.no_grad():
-        last = taught.model.model(input_ids=document.ids[None], use_cache=False).last_hidden_state[0]
-    for hook in hooks:
-        hook.remove()
+    streams, last = states_of(taught, document.ids)
     for place, tap in enumerate(TAPS):
         torch.testing.assert_close(document.aux[:, place].float(), streams[tap], atol=2e-2, rtol=1e-2)
     torch.testing.assert_close(document.hidden.float(), last, atol=2e-2, rtol=1e-2)
@@ -166,7 +186,7 @@ def test_a_head_learns_serves_and_is_accepted(taught: Taught, tmp_path: Path, me
     head: Any = training.head
     taught_it = serve_held_out(head, documents, batch_size=8, max_len=48)
     assert taught_it is not None
-    assert taught_it.by_position[0] > (0.15 if method == "medusa" else 0.3)  # of the texts it was taught; Medusa does not see the anchor
+    assert taught_it.by_position[0] > (0.15 if method in SLOW else 0.3)  # of the texts it was taught
     training.export(tmp_path / "head")
     provenance = json.loads((tmp_path / "head" / "provenance.json").read_text())
     assert provenance["steps"] == OPTIONS.steps
@@ -175,9 +195,9 @@ def test_a_head_learns_serves_and_is_accepted(taught: Taught, tmp_path: Path, me
     assert (tmp_path / "head" / "model.safetensors").stat().st_mode & 0o044 == 0o044
     assert all(tensor.dtype in (torch.bfloat16, torch.int64, torch.bool) for tensor in stored.values())
     requests = [request(f"r{i}", document.ids[:6].tolist(), temperature=0.0, max_tokens=30) for i, document in enumerate(documents[:8])]
-    result = run(serving(taught.target, tmp_path / "head", method, 4), requests)
+    result = run(serving(taught.target, tmp_path / "head", method, min(4, len(taught_it.by_position))), requests)
     assert result.token_ids == plain(taught.target, requests)
-    assert result.num_accepted() / result.num_drafted() > (0.08 if method == "medusa" else 0.15)
+    assert result.acceptance_length() > (1.2 if method in SLOW else 1.4)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -186,10 +206,8 @@ def test_what_evaluation_counts_is_what_the_engine_counts(taught: Taught, tmp_pa
     training = TrainingRun(method, data=taught.data, directory=tmp_path / "run", target=taught.tables)
     head: Any = training.head
     training.fit(replace(OPTIONS, steps=40), lambda _: None)
-    head.dtype = torch.float32  # as the engine computes here
-    if method != "medusa":  # which reads no token
-        head.embedding = head.embedding.float()
-    documents = [replace(d, ids=d.ids[:40]) for d in Corpus(taught.data, features=True).documents("train")[:12]]
+    widen(head, taught)
+    documents = [exact(taught, d.ids[:40], d) for d in Corpus(taught.data, features=True).documents("train")[:12]]
     counted = serve_held_out(head, documents, batch_size=5, max_len=48)
     assert counted is not None
     stored = save(head, tmp_path / "head")
@@ -199,7 +217,8 @@ def test_what_evaluation_counts_is_what_the_engine_counts(taught: Taught, tmp_pa
     result = run(serving(taught.target, stored, method, len(counted.by_position)), requests)
     assert list(result.token_ids.values()) == [d.ids[d.prompt_len :].tolist() for d in documents]
     accepted = counted.num_blocks * sum(counted.by_position)
-    assert result.num_accepted() == pytest.approx(accepted, abs=1)  # features on disk are bf16
+    # an engine's last blocks are shorter, and DFlash drafts something else when there are fewer masks
+    assert result.num_accepted() == pytest.approx(accepted, abs=5 if method == "dflash" else 1)
 
 
 def test_blocks_begin_behind_the_block_before_and_end_with_the_answer() -> None:
@@ -217,13 +236,17 @@ def test_blocks_begin_behind_the_block_before_and_end_with_the_answer() -> None:
     assert walk(lengths[0], own & False) == []
 
 
-def test_an_eagle3_head_trained_one_place_off_learns_less(taught: Taught, tmp_path: Path) -> None:
-    corpus, lengths = Corpus(taught.data, features=True), {}
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "medusa"])  # which says nothing of the token that it stands behind
+def test_a_drafter_trained_one_place_off_learns_less(taught: Taught, tmp_path: Path, method: str) -> None:
+    corpus, tables, lengths = Corpus(taught.data, features=True), taught.tables, {}
+    kind = METHODS[method]
+    more: dict[str, Any] = {"read": tables.read} if kind.copies_layers else {"slots": 3} if method == "dflash" else {}
+    options = replace(OPTIONS, steps=80, lr=1e-2) if method in SLOW else replace(OPTIONS, steps=40)
     for shift in (-1, 0, 1):
         torch.manual_seed(1)
-        tables = taught.tables
-        head = Eagle3Training(tables.config, embedding=tables.embedding, head=tables.head, draft_ids=torch.arange(97), steps=2, shift=shift)
-        options = replace(OPTIONS, steps=40)
+        head = kind.kind(
+            tables.config, embedding=tables.embedding, head=tables.head, draft_ids=torch.arange(97), taps=TAPS, shift=shift, **more
+        )
         fit(head, corpus.documents("train"), (), directory=tmp_path / str(shift), options=options)
         served = serve_held_out(head, corpus.documents("train")[:20], batch_size=8, max_len=48)
         assert served is not None

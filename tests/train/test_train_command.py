@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -65,6 +67,40 @@ def test_a_target_that_transformers_does_not_know_is_trained_on(taught: Taught, 
     assert cli._run(["train", "token-map", *where, "--size", "12", "--out", str(tmp_path / "hot.pt")]) == 0
     assert f"12 ids in {tmp_path / 'hot.pt'}" in capsys.readouterr().out.replace("\n", "")
     assert len(read_token_map(str(tmp_path / "hot.pt"), 97)) == 12
+
+
+def test_curves_are_drawn_for_tensorboard(taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its package is optional; a stand-in takes what is drawn."""
+    drawn: list[tuple[str, float, int]] = []
+
+    class SummaryWriter:
+        def __init__(self, directory: str) -> None:
+            assert directory == str(tmp_path / "curves")
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            drawn.append((name, value, step))
+
+        def flush(self) -> None: ...
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=SummaryWriter))
+    monkeypatch.setattr("specdec.tools.train_command._special_ids", lambda path: (0,))
+    where = ["--model", str(taught.target), "--data", str(taught.data)]
+    more = ["--out", str(tmp_path / "run"), "--steps", "3", "--batch-size", "4", "--tensorboard", str(tmp_path / "curves")]
+    assert cli._run(["train", "fit", "mtp", *where, *more]) == 0
+    logged = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert [(value, step) for name, value, step in drawn if name == "loss"] == [(line["loss"], line["step"]) for line in logged]
+    last = {name: value for name, value, step in drawn if step == 3}
+    assert [last[f"accepted/{place}"] for place in range(3)] == logged[-1]["acceptance"]
+    assert last["accepted/length"] == pytest.approx(1 + sum(logged[-1]["acceptance"]))
+
+
+def test_curves_without_the_package_are_refused(
+    taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    where = ["--data", str(taught.data), "--model", str(taught.target), "--out", str(tmp_path / "run"), "--tensorboard", "x"]
+    assert cli._run(["train", "fit", "mtp", *where]) == 2
+    assert "--tensorboard needs the package tensorboard" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("step", ["features", "fit", "export"])
