@@ -28,7 +28,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "worker": (*L1, "scheduler.output", "kernels", "models", "proposers.base", "structured"),
     "metrics": (*L1, "engine", "metrics.stats"),
     "metrics.stats": ("errors",),
-    "engine": (*L1, "scheduler", "worker", "metrics.stats", "structured"),
+    "engine": (*L1, "scheduler", "worker", "metrics.stats", "structured", "models.source"),  # self_test.py: hashes of weight files
     "server": (*L1, "engine", "metrics", "scheduler.output"),  # the records that EngineOutput is made of
     "tools": (*L1, "scheduler", "kernels", "models", "proposers", "worker", "metrics", "engine", "server", "train"),
     "integrations": (*L1, "scheduler", "kernels", "models", "proposers", "worker", "metrics", "engine", "server"),

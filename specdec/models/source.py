@@ -197,7 +197,7 @@ def convert_gguf(source: Path) -> Path:
     try:
         root = cache_dir()
         root.mkdir(parents=True, exist_ok=True)
-        target = root / "gguf" / f"{_content_hash(source, root)[:32]}-v{CONVERSION}"
+        target = root / "gguf" / f"{content_hash(source, root)[:32]}-v{CONVERSION}"
         if _is_complete(target):
             return target
         with _lock(root / f"{target.name}.lock", target):
@@ -223,7 +223,7 @@ def _check_gguf_magic(path: Path) -> None:
         raise ConfigError(f"model {str(path)!r} is not a GGUF file: it starts with {magic!r}", hint="download the file again")
 
 
-def _content_hash(path: Path, root: Path) -> str:
+def content_hash(path: Path, root: Path) -> str:
     """SHA-256 of a file, remembered by path, size and time of change: a large file takes seconds to read."""
     stat = path.stat()
     key = hashlib.sha256(f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}".encode()).hexdigest()[:32]

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Collection
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -17,6 +18,7 @@ from starlette.types import Lifespan
 from specdec import __version__
 from specdec.config.engine import ResolvedConfig
 from specdec.engine.async_engine import AsyncEngine
+from specdec.engine.self_test import SelfTest
 from specdec.engine.tokenizer import Tokenizer
 from specdec.metrics.prometheus import Exporter, Identity
 from specdec.server import openai_errors
@@ -52,7 +54,13 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer, resolved: ResolvedConf
         formats=_formats(tokenizer, resolved, options),
         fingerprint=fingerprint(resolved),
     )
-    app = FastAPI(title="specdec", version=__version__, redoc_url=None, docs_url=None, lifespan=_watching(ctx.watchdog))
+    app = FastAPI(
+        title="specdec",
+        version=__version__,
+        redoc_url=None,
+        docs_url=None,
+        lifespan=_beside(ctx.watchdog.run, SelfTest(engine, tokenizer, resolved).run),
+    )
     app.state.lifecycle = ctx.lifecycle
     openai_errors.install(app)
     counts = HttpCounts(resolved.served_model_name)
@@ -91,18 +99,18 @@ def _add_layers(app: FastAPI, options: ServerOptions, *, counts: HttpCounts, ope
     app.add_middleware(Access, counts=counts)
 
 
-def _watching(watchdog: Watchdog) -> Lifespan[FastAPI]:
-    """The watchdog looks on for as long as the server runs."""
+def _beside(*jobs: Callable[[], Coroutine[Any, Any, None]]) -> Lifespan[FastAPI]:
+    """Jobs that run beside the server for as long as it does, or until they are done."""
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        task = asyncio.create_task(watchdog.run())
+        tasks = [asyncio.create_task(job()) for job in jobs]
         try:
             yield
         finally:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     return lifespan
 
