@@ -47,8 +47,10 @@ class Arm:
         """Return how to get this server."""
         if self.serve_args is None:
             return self.url
-        command = [Path(self.program[0]).name, *self.program[1:]] if self.program else ["specdec serve"]
-        return " ".join([*command, *self.serve_args])
+        command = self.program or ("specdec serve",)
+        return " ".join(
+            Path(word).name if word.startswith("/") else word for word in (*command, *self.serve_args)
+        )  # a path tells no reader
 
 
 def parse_arm(text: str, shared: str) -> Arm:

@@ -9,14 +9,22 @@ import json
 import math
 from pathlib import Path
 from statistics import fmean, median, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 from specdec.errors import ConfigError
 
-BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
+
+class Marks(NamedTuple):
+    """What a table of README.md stands between."""
+
+    begin: str
+    end: str
+
+
+FIGURES = Marks("<!-- figures:begin -->", "<!-- figures:end -->")
 COLUMNS = (
     ("tok/s", "tok_per_s", 1), ("TTFT p50 ms", "ttft_ms_p50", 0), ("p99", "ttft_ms_p99", 0), ("TPOT p50 ms", "tpot_ms_p50", 1),
     ("p99", "tpot_ms_p99", 1), ("ITL p50 ms", "itl_ms_p50", 1), ("p99", "itl_ms_p99", 1), ("accepted length", "acceptance_length", 2),
@@ -74,17 +82,18 @@ def markdown(line: dict[str, Any]) -> str:
     """Return the README's table: tok/s of each arm, the ratio, and the acceptance length; losing rows stay in."""
     labels = list(line["cells"][0]["figures"])
     others = labels[1:]
+    drafting = [label for label in others if any(cell["figures"][label]["acceptance_length"] for cell in line["cells"])]
     header = [
         "load",
         *(f"{label}, tok/s" for label in labels),
         *(f"{label} / {labels[0]}" for label in others),
-        *(f"{label}, accepted length" for label in others),
+        *(f"{label}, accepted length" for label in drafting),
     ]
     rows = [header, ["---", *["---:"] * (len(header) - 1)]]
     for cell in line["cells"]:
         speeds = [_value(cell["figures"][label]["tok_per_s"], 0, spread=False) for label in labels]
         ratios = [_ratio(cell["ratio"].get(label)).partition(" ")[0] for label in others]
-        lengths = [_value(cell["figures"][label]["acceptance_length"], 2, spread=False) for label in others]
+        lengths = [_value(cell["figures"][label]["acceptance_length"], 2, spread=False) for label in drafting]
         rows.append([load_name(cell["load"]), *speeds, *ratios, *lengths])
     where = line["gpu"] or f"{line['cpu']}, {line['cores']} cores"
     how = f"median of {line['repeats']}; greedy, at most {line['max_tokens']} new tokens; commit {line['commit']}, {line['time'][:10]}"
@@ -93,7 +102,7 @@ def markdown(line: dict[str, Any]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows) + f"\n\n{footer}\n{arms}."
 
 
-def write_readme(readme: Path, results: Path) -> None:
+def write_readme(readme: Path, results: Path, marks: Marks = FIGURES) -> None:
     """Replace what stands between the marks by the newest line of results.
 
     Raises:
@@ -103,7 +112,8 @@ def write_readme(readme: Path, results: Path) -> None:
     if not lines:
         raise ConfigError(f"{results} holds no results", hint="run benchmarks/bench_server.py first")
     text = readme.read_text(encoding="utf-8")
-    if BEGIN not in text or END not in text:
-        raise ConfigError(f"{readme} lacks the marks {BEGIN} and {END}", hint="put them where the table belongs")
-    head, _, rest = text.partition(BEGIN)
-    readme.write_text(f"{head}{BEGIN}\n{markdown(json.loads(lines[-1]))}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    if marks.begin not in text or marks.end not in text:
+        raise ConfigError(f"{readme} lacks the marks {marks.begin} and {marks.end}", hint="put them where the table belongs")
+    head, _, rest = text.partition(marks.begin)
+    table = markdown(json.loads(lines[-1]))
+    readme.write_text(f"{head}{marks.begin}\n{table}\n{marks.end}{rest.partition(marks.end)[2]}", encoding="utf-8")

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.arms import parse_arm
 from benchmarks.bench_server import main, parse_args, plan
-from benchmarks.figures import BEGIN, END, lower_bound, markdown, write_readme
+from benchmarks.figures import FIGURES, lower_bound, markdown, write_readme
 from specdec.errors import ConfigError
 from specdec.tools.prompts import warmup_prompts
 from tests.bench.fake_server import TOKENS_PER_ANSWER, fake_server
@@ -105,22 +105,22 @@ def test_the_readmes_table_keeps_losing_rows_and_names_the_machine() -> None:
 
 def test_the_readme_block_is_replaced_and_nothing_else(tmp_path: Path) -> None:
     readme, results = tmp_path / "README.md", tmp_path / "server.jsonl"
-    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n", encoding="utf-8")
+    readme.write_text(f"before\n{FIGURES.begin}\nold\n{FIGURES.end}\nafter\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="holds no results"):
         write_readme(readme, results)
     results.write_text("{}\n" + json.dumps(line_of_results()) + "\n", encoding="utf-8")
     write_readme(readme, results)
     write_readme(readme, results)
     text = readme.read_text(encoding="utf-8")
-    assert text.startswith(f"before\n{BEGIN}\n| load ")
-    assert text.endswith(f"{END}\nafter\n")
+    assert text.startswith(f"before\n{FIGURES.begin}\n| load ")
+    assert text.endswith(f"{FIGURES.end}\nafter\n")
     assert "old" not in text
     assert text.count("copy, 4 clients") == 1
 
 
 def test_the_readme_of_this_repository_has_the_block() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert text.index(BEGIN) < text.index(END)
+    assert text.index(FIGURES.begin) < text.index(FIGURES.end)
 
 
 def test_arms_are_named_and_quoted_like_a_shell() -> None:
