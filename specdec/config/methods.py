@@ -35,6 +35,7 @@ class MethodTraits:
     draft_slots: rows that drafting takes from the token budget.
     lookahead: KV slots past the target's query. prefill_lookahead: prompt tokens past the chunk that are read.
     taps: hidden states of the target the drafter reads. laws: what kind of draft law it returns.
+    reads_host: drafting needs the step's results on the host; False where it may be queued behind a step nobody has waited for.
     """
 
     method: str
@@ -46,6 +47,7 @@ class MethodTraits:
     taps: tuple[Tap, ...] = ()
     kv: DraftKV = DraftKV.NONE
     runs_on: Literal["host", "device"] = "host"
+    reads_host: bool = True
     laws: Literal["one_hot", "dense", "sparse"] = "one_hot"
 
 
@@ -87,7 +89,7 @@ def _host(draft: _Draft) -> MethodTraits:
 
 
 def _device_lookup(draft: _Draft) -> MethodTraits:
-    return draft.traits(runs_on="device")
+    return draft.traits(runs_on="device", reads_host=False)
 
 
 def _hidden_states(draft: _Draft) -> MethodTraits:

@@ -33,7 +33,7 @@ from specdec.engine.types import EngineOutput, EngineRequest
 from specdec.engine.worker_thread import Lane, OwnThread, WorkerThread
 from specdec.errors import EngineAsleep, EngineDeadError, RequestRejected
 from specdec.metrics.stats import EngineStats, IntervalLog, StepGauges
-from specdec.scheduler.output import ModelRunnerOutput, RequestOutput, SchedulerOutput
+from specdec.scheduler.output import ModelRunnerOutput, RequestOutput, SchedulerOutput, StepResult
 from specdec.scheduler.policy import build_policy
 from specdec.scheduler.request import CommitResult, Request
 from specdec.scheduler.scheduler import Scheduler
@@ -48,8 +48,8 @@ class Runner(Protocol):
 
     num_blocks: int
 
-    def execute(self, plan: SchedulerOutput, /) -> ModelRunnerOutput:
-        """Run one step."""
+    def execute(self, plan: SchedulerOutput, /) -> StepResult:
+        """Run one step, or hand it to a device that will."""
         ...
 
     def close(self) -> None:
@@ -283,7 +283,7 @@ class EngineCore:
 
     def _step(self) -> list[EngineOutput]:
         plan, schedule_s = self._schedule()
-        return self._complete(plan, self._lane.submit(self._runner.execute, plan).result(), schedule_s=schedule_s)
+        return self._complete(plan, self._lane.submit(self._runner.execute, plan).result().result(), schedule_s=schedule_s)
 
     def _step_overlapped(self) -> list[EngineOutput]:
         """Plan and hand over the next step, then finish the one before it while the next already runs."""
@@ -293,7 +293,7 @@ class EngineCore:
             self._in_flight = _InFlight(plan, self._lane.submit(self._runner.execute, plan), schedule_s)
         if previous is None:
             return []
-        return self._complete(previous.plan, previous.result.result(), schedule_s=previous.schedule_s)
+        return self._complete(previous.plan, previous.step.result().result(), schedule_s=previous.schedule_s)
 
     def _schedule(self) -> tuple[SchedulerOutput, float]:
         """Plan a step; return it and the seconds that took."""
@@ -365,5 +365,5 @@ class _InFlight:
     """A step the worker has and the scheduler has not committed."""
 
     plan: SchedulerOutput
-    result: Future[ModelRunnerOutput]
+    step: Future[StepResult]
     schedule_s: float

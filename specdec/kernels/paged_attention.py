@@ -180,6 +180,7 @@ def paged_attention(
     is_causal: bool = True,
     tree_mask: torch.Tensor | None = None,
     window: int | None = None,
+    device_lens: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """As reference_layers.paged_attention; the number of shares follows the load of the device."""
     num_shares = 1
@@ -197,6 +198,7 @@ def paged_attention(
         is_causal=is_causal,
         tree_mask=tree_mask,
         window=window,
+        device_lens=device_lens,
         num_shares=1 if num_shares < 2 else 2 ** (num_shares.bit_length() - 1),
     )
 
@@ -213,6 +215,7 @@ def shared_attention(
     is_causal: bool = True,
     tree_mask: torch.Tensor | None = None,
     window: int | None = None,
+    device_lens: tuple[torch.Tensor, torch.Tensor] | None = None,
     num_shares: int = 1,
 ) -> torch.Tensor:
     """paged_attention with the keys of each request cut into num_shares parts that run side by side; 1 is a single pass.
@@ -226,7 +229,7 @@ def shared_attention(
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if not num_rows:
         return out
-    cu_query_lens, lengths = _on_device(query_lens, seq_lens, query.device)
+    cu_query_lens, lengths = device_lens or _on_device(query_lens, seq_lens, query.device)
     shape = _tile(num_heads // k_cache.shape[2], max(query_lens), head_dim)
     tiles = triton.cdiv(max(query_lens), shape.rows)
     tree = block_table if tree_mask is None else tree_mask.view(torch.uint8)

@@ -56,6 +56,7 @@ def paged_attention(
     is_causal: bool = True,
     tree_mask: torch.Tensor | None = None,
     window: int | None = None,
+    device_lens: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Attend query [N, Hq, Dh] to the cached keys of its own request; returns [N, Hq, Dh] in query's dtype.
 
@@ -69,7 +70,10 @@ def paged_attention(
             request's own query are False.
         window: a row sees only the last `window` positions up to its own; None for all. In a tree a row's position is the
             context plus its number of ancestors, wherever its slot lies.
+        device_lens: (cu_query_lens [R+1], seq_lens [R]) int32, where the host knows no more than bounds of seq_lens.
     """
+    if device_lens is not None:
+        seq_lens = tuple(device_lens[1].tolist())
     out = torch.empty_like(query)
     group = query.shape[1] // k_cache.shape[2]
     block_size, start = k_cache.shape[1], 0

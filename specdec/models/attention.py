@@ -26,6 +26,7 @@ class AttentionMetadata:
     cu_query_lens [R+1] int32, seq_lens [R] int32 (context + query), block_table [R, B] int32, slot_mapping [N] int64.
     tree_mask: None for chains (causal inside the query), else [N, Q] bool with Q the longest query: row n may attend
     the j-th query row of its own request. is_causal False: every query row sees the whole query (block drafters).
+    seq_lens_cpu: bounds of seq_lens where a device runs behind the host, else the same numbers.
     """
 
     cu_query_lens: torch.Tensor
@@ -36,6 +37,11 @@ class AttentionMetadata:
     seq_lens_cpu: tuple[int, ...]
     tree_mask: torch.Tensor | None = None
     is_causal: bool = True
+
+    @property
+    def device_lens(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The lengths as a device has them, which are exact."""
+        return self.cu_query_lens, self.seq_lens
 
 
 def allocate_kv(num_layers: int, shape: tuple[int, int, int, int], *, dtype: torch.dtype, device: torch.device) -> list[KVPair]:

@@ -101,6 +101,7 @@ def attend_paged(
         is_causal=meta.is_causal,
         tree_mask=meta.tree_mask,
         window=sliding_window,
+        device_lens=meta.device_lens,
     )
     return attended[None], None
 

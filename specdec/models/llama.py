@@ -117,6 +117,7 @@ def attend(ops: Any, query: torch.Tensor, kv: KVPair, meta: AttentionMetadata, *
         is_causal=meta.is_causal,
         tree_mask=meta.tree_mask,
         window=window,
+        device_lens=meta.device_lens,
     )
     return attended
 

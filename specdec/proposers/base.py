@@ -102,7 +102,7 @@ class DraftBatch:
     """Drafts for the next step. token_ids [R, K] int64 (-1 pads), num_nodes [R] int64.
 
     parents [R, K] int64 or None for chains: index of the parent node, -1 for a child of the anchor; parents precede
-    children. law None: every draft is one-hot. source: who drafted, per request ("" where nobody did).
+    children. law None: every draft is one-hot. source: who drafted, per request; not read where there are no nodes.
     target_token_ids [R] int64 or None: the anchor's successor, drawn by this pass with DraftRail.sample_target from the
     target's logits at the anchor (-1: none), after it wrote the target's KV of the anchor. It is committed like a sampled
     token and becomes the anchor of the drafts returned beside it.

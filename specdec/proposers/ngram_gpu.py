@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from specdec.config.methods import MethodTraits
 from specdec.kernels.dispatch import kernel
+from specdec.kernels.transfers import upload
 from specdec.proposers.base import BaseProposer, DraftBatch, StepView
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ class NgramGpuProposer(BaseProposer):
     def propose(self, step: StepView) -> DraftBatch:
         """Look up the requests that sampled a token in this step."""
         device = step.rows.device
-        limits = torch.tensor(step.max_nodes, dtype=torch.int64, device=device) * (step.num_sampled > 0)
+        limits = upload(step.max_nodes, device) * (step.num_sampled > 0)
         found = kernel("ngram_match", device)(
             step.rows,
             limits,
@@ -39,5 +38,5 @@ class NgramGpuProposer(BaseProposer):
             width=max(step.max_nodes, default=0),
             **self._bounds,
         )
-        source = ["ngram_gpu" if count else "" for count in found.num_tokens.tolist()]
+        source = ["ngram_gpu" if count else "" for count in step.max_nodes]  # what was found is not waited for
         return DraftBatch(token_ids=found.token_ids, num_nodes=found.num_tokens, source=source)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from specdec.sampling_params import SamplingParams
 
@@ -144,3 +145,15 @@ class ModelRunnerOutput:
     epoch: Mapping[str, int]
     num_rows: int
     timings: StepTimings = StepTimings()
+
+    def result(self) -> ModelRunnerOutput:
+        """Return the results: these are here already."""
+        return self
+
+
+class StepResult(Protocol):
+    """Results of a step that may still be on its way."""
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the results, and return them."""
+        ...

@@ -10,6 +10,7 @@ from itertools import accumulate
 import torch
 
 from specdec.kernels.dispatch import kernel
+from specdec.kernels.transfers import upload
 from specdec.models.attention import AttentionMetadata, build_tree_mask
 from specdec.scheduler.output import SchedulerOutput
 from specdec.worker.input_batch import InputBatch
@@ -27,10 +28,10 @@ def build_batch(plan: SchedulerOutput, state: RequestState, *, block_size: int) 
     samples = [seq_len >= info.prefill_len for seq_len, info in zip(seq_lens, infos, strict=True)]
     num_logits = tuple(n + 1 if sample else 0 for n, sample in zip(num_drafts, samples, strict=True))
     device = state.device
-    rows = torch.tensor([info.row for info in infos], device=device)  # [R]
-    drafts = torch.tensor(num_drafts, device=device)  # [R]
-    cu_query_lens = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=device)
-    cu_num_logits = torch.tensor([0, *accumulate(num_logits)], dtype=torch.int32, device=device)
+    rows = upload([info.row for info in infos], device)  # [R]
+    drafts = upload(num_drafts, device)  # [R]
+    cu_query_lens = upload([0, *accumulate(query_lens)], device, dtype=torch.int32)
+    cu_num_logits = upload([0, *accumulate(num_logits)], device, dtype=torch.int32)
     block_table = state.block_table[rows]
     width = max(num_drafts, default=0)
     prepared = kernel("prepare_inputs", device)(

@@ -5,24 +5,23 @@ Owns: the order advance -> propose -> keep. Must not know: masks of logits (samp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from specdec.proposers.base import DraftBatch
-from specdec.scheduler.output import RequestOutput
 from specdec.structured.mask import num_valid
 from specdec.worker.request_state import RowInfo
 
 
-def advance_matchers(infos: list[RowInfo], results: dict[str, RequestOutput]) -> dict[str, RequestOutput]:
-    """Move the matchers over a step's emitted tokens; a request whose grammar refuses one ends as an error."""
-    advanced = dict(results)
-    for info in infos:
+def advance_matchers(infos: list[RowInfo], emitted: Sequence[Sequence[int]]) -> dict[int, str]:
+    """Move the matchers over a step's emitted tokens; return, by batch index, why a grammar refuses one."""
+    faults = {}
+    for index, (info, tokens) in enumerate(zip(infos, emitted, strict=True)):
         if info.matcher is not None:
-            result = results[info.request_id]
-            info.matcher.advance(result.token_ids)
-            if info.matcher.fault is not None and result.error is None:
-                advanced[info.request_id] = replace(result, error=info.matcher.fault)
-    return advanced
+            info.matcher.advance(tokens)
+            if info.matcher.fault is not None:
+                faults[index] = info.matcher.fault
+    return faults
 
 
 def keep_valid(drafts: DraftBatch, infos: list[RowInfo]) -> DraftBatch:

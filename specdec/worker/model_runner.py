@@ -6,19 +6,19 @@ Read next: batch_builder.py, sampler.py, proposers/base.py.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from time import perf_counter
 from typing import Any
 
 import torch
 
 from specdec.config.methods import Tap
+from specdec.kernels.transfers import Downloads, downloads_for
 from specdec.models.attention import AttentionMetadata, KVPair
 from specdec.models.registry import TargetModel
 from specdec.proposers.base import AdmitInfo, DraftBatch, DraftSampling, Proposer, StepView
 from specdec.sampling_params import SamplingParams
-from specdec.scheduler.output import ModelRunnerOutput, RequestOutput, SchedulerOutput, StepTimings, TokenLogprobs
+from specdec.scheduler.output import ModelRunnerOutput, SchedulerOutput, StepResult
 from specdec.structured.mask import DraftMasks
 from specdec.worker.batch_builder import attention_metadata, build_batch
 from specdec.worker.grammar_step import advance_matchers, keep_valid
@@ -28,6 +28,8 @@ from specdec.worker.post_update import commit_rows, commit_target_tokens, compac
 from specdec.worker.prompt_logprobs import prompt_logprobs
 from specdec.worker.request_state import RequestState, RowInfo
 from specdec.worker.sampler import Sampler
+from specdec.worker.step_clock import StepClock
+from specdec.worker.step_record import StepRecord
 from specdec.worker.weights import Weights
 
 
@@ -48,6 +50,9 @@ class ModelRunner:
         self.model, self.kv, self.state, self.sampler, self.proposer = model, kv, state, sampler, proposer
         self.block_size, self.weights = block_size, weights
         self.num_blocks = kv[0][0].shape[0]
+        self.downloads: Downloads = downloads_for(state.device)
+        self._on_their_way: deque[StepRecord] = deque()  # handed to the device and not settled, oldest first
+        self._num_steps = 0
         self._taps: tuple[Tap, ...] = proposer.traits.taps if proposer else ()
 
     @property
@@ -66,38 +71,41 @@ class ModelRunner:
         return dict(getattr(self.proposer, "faults", {}))
 
     @torch.inference_mode()
-    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step and return what every scheduled request emitted."""
-        start_s = perf_counter()
+    def execute(self, plan: SchedulerOutput) -> StepResult:
+        """Run one step; the result tells what every scheduled request emitted. A device may still be at it when this returns."""
+        clock = StepClock(self.state.device)
+        self._settle_arrived()
         self._apply(plan)
         if not plan.num_scheduled_tokens:
             return ModelRunnerOutput(results={}, epoch=plan.epoch, num_rows=0)
+        waits = self._waits([self.state.infos[request_id] for request_id in plan.num_scheduled_tokens])
+        if waits:
+            self._settle_all()
         infos, batch = build_batch(plan, self.state, block_size=self.block_size)
         meta = attention_metadata(batch, infos)
-        prepared_s = perf_counter()
+        clock.mark()
         hidden, taps = self.model.forward(batch.input_ids, batch.positions, self.kv, meta, taps=self._taps)  # [N, H]
         logits = self.model.compute_logits(hidden[batch.logits_indices])  # [L, V] f32
-        forwarded_s = perf_counter()
+        clock.mark()
         verified, raw = self.sampler.verify(logits, batch, infos)
-        results = self._results(infos, batch, verified, logprobs=self.sampler.logprobs(raw, verified, infos), hidden=hidden)
         if batch.parents is not None:
             compact_kv(self.kv, batch, verified)
-        commit_rows(self.state, infos, batch, verified)
-        if plan.grammar_ids:
-            results = advance_matchers(infos, results)
-        verified_s = perf_counter()
+        commit_rows(self.state, batch, verified)
+        record = self._record(plan, infos, batch, verified, clock)
+        if waits:
+            record.draft_token_ids = self._tracked_drafts(infos, batch)
+            record.logprobs = self.sampler.logprobs(raw, verified, infos)
+            record.prompt_logprobs = prompt_logprobs(self.model, self.state, infos, batch, hidden=hidden)
+            record.faults = advance_matchers(infos, [one.tokens for one in record.settle_emitted()])
+        clock.mark()
         if self.proposer is not None:
-            drafts = self._propose(self.proposer, plan, infos, batch, verified=verified, taps=taps)
-            if plan.grammar_ids:
-                drafts = keep_valid(drafts, infos)
-            results = self._store(drafts, infos, batch, results)
-        timings = StepTimings(
-            prepare_s=prepared_s - start_s,
-            forward_s=forwarded_s - prepared_s,
-            verify_s=verified_s - forwarded_s,
-            propose_s=perf_counter() - verified_s,
-        )
-        return ModelRunnerOutput(results=results, epoch=plan.epoch, num_rows=sum(batch.query_lens_cpu), timings=timings)
+            drafts = self._draft(self.proposer, plan, record, verified=verified, taps=taps)
+            self._keep(drafts, record, waits=waits)
+        clock.mark()
+        if waits:
+            return record.result()
+        self._on_their_way.append(record)
+        return record
 
     def close(self) -> None:
         """Drop caches and weights' last references."""
@@ -115,95 +123,116 @@ class ModelRunner:
             infos = [AdmitInfo(new.request_id, new.token_ids, new.tenant, new.sampling) for new in plan.new]
             self.proposer.admit([info.row for info in admitted], infos)
 
-    def _results(
-        self,
-        infos: list[RowInfo],
-        batch: InputBatch,
-        verified: VerifyResult,
-        *,
-        logprobs: Mapping[int, tuple[TokenLogprobs, ...]],
-        hidden: torch.Tensor,
-    ) -> dict[str, RequestOutput]:
-        counts = torch.stack((verified.num_sampled, verified.num_drafts, verified.num_invalid)).tolist()
-        tokens = verified.token_ids.tolist()
-        of_prompt = prompt_logprobs(self.model, self.state, infos, batch, hidden=hidden)
-        results = {}
-        for index, (info, sampled, tested, invalid) in enumerate(zip(infos, *counts, strict=True)):
-            failed = sampled == 0 and batch.num_logits_cpu[index] > 0
-            results[info.request_id] = RequestOutput(
-                token_ids=tuple(tokens[index][:sampled]),
-                num_drafts=tested,
-                num_invalid=invalid,
-                is_lossy=self.sampler.rule.is_lossy and tested > 0,
-                source=info.source if batch.num_drafts_cpu[index] else "",
-                draft_token_ids=self._drafts_of(info, batch.num_drafts_cpu[index]),
-                logprobs=logprobs.get(index),
-                prompt_logprobs=of_prompt.get(index),
-                error="no token has a finite logit (numerical failure, or every token is forbidden)" if failed else None,
-            )
-        return results
+    def _waits(self, infos: Sequence[RowInfo]) -> bool:
+        """Whether this step's own results are needed before it can end. On a CPU they are there anyway."""
+        if not self.downloads.is_late or (self.proposer is not None and self.proposer.traits.reads_host):
+            return True
+        return any(_reads_host(info) for info in infos)
 
-    def _drafts_of(self, info: RowInfo, count: int) -> tuple[int, ...]:
-        return tuple(self.state.draft_token_ids[info.row, :count].tolist()) if count and info.track_drafts else ()
+    def _settle_arrived(self) -> None:
+        """Take in what has come from the device, without waiting."""
+        while self._on_their_way and self._on_their_way[0].is_here:
+            self._settle_oldest()
 
-    def _propose(
+    def _settle_all(self) -> None:
+        while self._on_their_way:
+            self._settle_oldest()
+
+    def _settle_oldest(self) -> None:
+        record = self._on_their_way.popleft()
+        record.settle_emitted()
+        record.settle_drafted()
+
+    def _record(
+        self, plan: SchedulerOutput, infos: list[RowInfo], batch: InputBatch, verified: VerifyResult, clock: StepClock
+    ) -> StepRecord:
+        """Start the copy of what was emitted, which runs beside drafting, and count the step."""
+        counts = (verified.num_sampled, verified.num_rejected, verified.num_drafts, verified.num_invalid)
+        self._num_steps += 1
+        record = StepRecord(
+            serial=self._num_steps,
+            epoch=plan.epoch,
+            infos=infos,
+            batch=batch,
+            clock=clock,
+            is_lossy=self.sampler.rule.is_lossy,
+            sources=[info.source for info in infos],
+            emitted=self.downloads.start(verified.token_ids, *counts),
+        )
+        record.run_ahead()
+        return record
+
+    def _tracked_drafts(self, infos: list[RowInfo], batch: InputBatch) -> dict[int, tuple[int, ...]]:
+        """Tested drafts, by batch index, of the requests that ask to see them."""
+        drafts = self.state.draft_token_ids
+        tracked = [(index, info, count) for index, (info, count) in enumerate(zip(infos, batch.num_drafts_cpu, strict=True))]
+        return {index: tuple(drafts[info.row, :count].tolist()) for index, info, count in tracked if count and info.track_drafts}
+
+    def _draft(
         self,
         proposer: Proposer,
         plan: SchedulerOutput,
-        infos: list[RowInfo],
-        batch: InputBatch,
+        record: StepRecord,
         *,
         verified: VerifyResult,
         taps: Mapping[Tap, torch.Tensor],
     ) -> DraftBatch:
         """Let the proposer extend its state and draft for the next step, within what was ordered."""
+        infos = list(record.infos)
         orders = [plan.drafts_next.get(info.request_id) for info in infos]
         max_nodes = [min(order.max_nodes, self._room(info)) if order else 0 for order, info in zip(orders, infos, strict=True)]
-        drafts = proposer.propose(
-            StepView(
-                request_ids=batch.request_ids,
-                rows=batch.rows,
-                cu_query_lens=batch.cu_query_lens,
-                target_token_ids=batch.input_ids,
-                target_positions=batch.positions,
-                path=verified.path,
-                sampled_token_ids=verified.token_ids,
-                num_sampled=verified.num_sampled,
-                num_rejected=verified.num_rejected,
-                num_computed=self.state.num_computed[batch.rows],
-                token_ids=self.state.token_ids,
-                num_tokens=self.state.num_tokens,
-                max_nodes=max_nodes,
-                sources=[order.source if order else None for order in orders],
-                can_draw_target=[n > 0 and _is_plain(info.sampling) for n, info in zip(max_nodes, infos, strict=True)],
-                taps=taps,
-                block_table=batch.block_table,
-                sampling=self._draft_sampling(batch.rows, infos),
-            )
+        sources = [order.source if order else None for order in orders]
+        drafts = proposer.propose(self._view(infos, record.batch, verified, taps=taps, max_nodes=max_nodes, sources=sources))
+        assert len(drafts.num_nodes) == len(infos), f"the proposer answered for {len(drafts.num_nodes)} of {len(infos)} requests"
+        record.expect(max_nodes, may_draw=drafts.target_token_ids is not None)
+        return keep_valid(drafts, infos) if plan.grammar_ids else drafts
+
+    def _keep(self, drafts: DraftBatch, record: StepRecord, *, waits: bool) -> None:
+        """Keep drafts for the next step, and commit tokens that the drafting pass drew from the target's law."""
+        rows = record.batch.rows
+        drawn = [] if drafts.target_token_ids is None else [drafts.target_token_ids.to(rows.device)]
+        record.drafted = self.downloads.start(drafts.num_nodes, *drawn)
+        if waits:
+            record.settle_drafted()
+        self.state.store_drafts(record.infos, rows, drafts)
+        for token_ids in drawn:
+            commit_target_tokens(self.state, rows, token_ids)
+
+    def _view(
+        self,
+        infos: list[RowInfo],
+        batch: InputBatch,
+        verified: VerifyResult,
+        *,
+        taps: Mapping[Tap, torch.Tensor],
+        max_nodes: list[int],
+        sources: list[str | None],
+    ) -> StepView:
+        return StepView(
+            request_ids=batch.request_ids,
+            rows=batch.rows,
+            cu_query_lens=batch.cu_query_lens,
+            target_token_ids=batch.input_ids,
+            target_positions=batch.positions,
+            path=verified.path,
+            sampled_token_ids=verified.token_ids,
+            num_sampled=verified.num_sampled,
+            num_rejected=verified.num_rejected,
+            num_computed=self.state.num_computed[batch.rows],
+            token_ids=self.state.token_ids,
+            num_tokens=self.state.num_tokens,
+            max_nodes=max_nodes,
+            sources=sources,
+            can_draw_target=[n > 0 and _is_plain(info.sampling) for n, info in zip(max_nodes, infos, strict=True)],
+            taps=taps,
+            block_table=batch.block_table,
+            sampling=self._draft_sampling(batch.rows, infos),
         )
-        _check_drafts(drafts, max_nodes)
-        return drafts
 
     def _room(self, info: RowInfo) -> int:
         """Drafts that end in time for the target to emit one more token at the last position."""
         max_model_len = self.state.token_ids.shape[1] - 1
         return max(max_model_len - 1 - info.num_tokens, 0)
-
-    def _store(
-        self, drafts: DraftBatch, infos: list[RowInfo], batch: InputBatch, results: dict[str, RequestOutput]
-    ) -> dict[str, RequestOutput]:
-        """Keep the drafts for the next step and commit tokens that the drafting pass drew from the target's law."""
-        num_nodes: list[int] = drafts.num_nodes.tolist()
-        self.state.store_drafts(infos, batch.rows, drafts, num_nodes)
-        drawn = [-1] * len(infos)
-        if drafts.target_token_ids is not None:
-            drawn = commit_target_tokens(self.state, infos, batch.rows, drafts.target_token_ids)
-        stored = {}
-        for (request_id, result), count, token in zip(results.items(), num_nodes, drawn, strict=True):
-            if token >= 0:
-                result = replace(result, token_ids=(*result.token_ids, token), num_target_tokens=1)
-            stored[request_id] = replace(result, num_next=count) if count else result
-        return stored
 
     def _draft_sampling(self, rows: torch.Tensor, infos: list[RowInfo]) -> DraftSampling:
         state = self.state
@@ -217,11 +246,11 @@ class ModelRunner:
         )
 
 
-def _check_drafts(drafts: DraftBatch, max_nodes: Sequence[int]) -> None:
-    counts: list[int] = drafts.num_nodes.tolist()
-    assert len(counts) == len(max_nodes), f"the proposer answered for {len(counts)} of {len(max_nodes)} requests"
-    for index, (count, limit) in enumerate(zip(counts, max_nodes, strict=True)):
-        assert 0 <= count <= limit, f"the proposer drafted {count} tokens for request {index}, but at most {limit} were ordered"
+def _reads_host(info: RowInfo) -> bool:
+    """Whether the request's rows, or what it is told of them, depend on tokens that the host must know first."""
+    sampling = info.sampling
+    asks = sampling.logprobs is not None or sampling.prompt_logprobs is not None or info.track_drafts
+    return asks or info.matcher is not None or info.parents is not None or needs_processing(sampling)
 
 
 def _is_plain(sampling: SamplingParams) -> bool:

@@ -1,6 +1,7 @@
 """post_update: writes a verified step into the persistent rows, and takes rejected rows back.
 
-Owns: the device half of the rollback (the host half is Request.commit). Reference: kernels/reference_state.py.
+Owns: the device half of the rollback (the host halves are StepRecord.settle_emitted and Request.commit).
+Reference: kernels/reference_state.py.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import torch
 from specdec.kernels.dispatch import kernel
 from specdec.models.attention import KVPair
 from specdec.worker.input_batch import InputBatch, VerifyResult
-from specdec.worker.request_state import RequestState, RowInfo
+from specdec.worker.request_state import RequestState
 
 
-def commit_rows(state: RequestState, infos: list[RowInfo], batch: InputBatch, verified: VerifyResult) -> None:
+def commit_rows(state: RequestState, batch: InputBatch, verified: VerifyResult) -> None:
     """Append the emitted tokens, advance num_tokens by num_sampled and num_computed by query_len - num_rejected."""
     kernel("post_update", state.device)(
         batch.rows,
@@ -27,31 +28,19 @@ def commit_rows(state: RequestState, infos: list[RowInfo], batch: InputBatch, ve
         num_tokens=state.num_tokens,
         num_computed_tokens=state.num_computed,
     )
-    counts = torch.stack((verified.num_sampled, verified.num_rejected)).tolist()
-    for info, query_len, sampled, rejected in zip(infos, batch.query_lens_cpu, *counts, strict=True):
-        info.num_tokens += sampled
-        info.num_computed += query_len - rejected
-        info.num_drafts = 0
 
 
-def commit_target_tokens(state: RequestState, infos: list[RowInfo], rows: torch.Tensor, token_ids: torch.Tensor) -> list[int]:
+def commit_target_tokens(state: RequestState, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
     """Append one token per request, [R] int64 with -1 for none, that a drafting pass drew from the target's law.
 
     That pass wrote the target's KV of the anchor, so num_tokens and num_computed both advance by one and the drawn token
-    is the new anchor. Returns the tokens on the host.
+    is the new anchor.
     """
-    token_ids = token_ids.to(rows.device)
     drawn = token_ids >= 0
-    chosen = rows[drawn]
-    state.token_ids[chosen, state.num_tokens[chosen]] = token_ids[drawn].to(torch.int32)
-    state.num_tokens[chosen] += 1
-    state.num_computed[chosen] += 1
-    tokens: list[int] = token_ids.tolist()
-    for info, token in zip(infos, tokens, strict=True):
-        if token >= 0:
-            info.num_tokens += 1
-            info.num_computed += 1
-    return tokens
+    places = state.num_tokens[rows].clamp(max=state.token_ids.shape[1] - 1)
+    state.token_ids[rows, places] = torch.where(drawn, token_ids.to(torch.int32), state.token_ids[rows, places])
+    state.num_tokens[rows] += drawn
+    state.num_computed[rows] += drawn
 
 
 def compact_kv(kv: Sequence[KVPair], batch: InputBatch, verified: VerifyResult) -> None:

@@ -7,11 +7,12 @@ Must not know: queues (scheduler) or how drafts are made. Letters: M rows, K dra
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
+from specdec.kernels.transfers import upload
 from specdec.proposers.base import Dense, DraftBatch, Outcome, Sparse
 from specdec.sampling_params import SamplingParams
 from specdec.scheduler.output import FinishedRequest, NewRequestData
@@ -22,8 +23,10 @@ from specdec.worker.input_batch import INVALID_TOKEN
 
 @dataclass(slots=True)
 class RowInfo:
-    """Host side of one row. num_tokens: committed; prefill_len: tokens known when the row was given.
+    """Host side of one row. prefill_len: tokens known when the row was given. token_ids: all that are known by now.
 
+    num_tokens (committed), num_computed and num_drafts (waiting) are bounds while steps are on their way, exact otherwise; see
+    step_record.py. newest_step: serial of the last step that the request was in.
     matcher: where a structured request stands in its grammar, None for others.
     """
 
@@ -38,7 +41,9 @@ class RowInfo:
     tenant: str
     seed: int
     track_drafts: bool
+    token_ids: list[int] = field(default_factory=list)
     num_drafts: int = 0
+    newest_step: int = -1
     source: str = ""
     parents: list[int] | None = None
     law: Dense | Sparse | None = None  # rows of this request alone, [1, K, ...]; None means one-hot
@@ -83,10 +88,11 @@ class RequestState:
             tenant=new.tenant,
             track_drafts=new.track_drafts,
             seed=self._seed_for(new.request_id, sampling.seed),
+            token_ids=list(new.token_ids),
             matcher=_matcher_for(new),
         )
         self.infos[new.request_id] = info
-        self.token_ids[row, : info.num_tokens] = torch.tensor(new.token_ids, dtype=torch.int32)
+        self.token_ids[row, : info.num_tokens] = upload(new.token_ids, self.device, dtype=torch.int32)
         self.num_tokens[row] = info.num_tokens
         self.num_computed[row] = new.num_computed_tokens
         self.draft_token_ids[row] = INVALID_TOKEN
@@ -104,7 +110,7 @@ class RequestState:
         if block_ids:
             info = self.infos[request_id]
             end = info.num_blocks + len(block_ids)
-            self.block_table[info.row, info.num_blocks : end] = torch.tensor(block_ids, dtype=torch.int32)
+            self.block_table[info.row, info.num_blocks : end] = upload(block_ids, self.device, dtype=torch.int32)
             info.num_blocks = end
 
     def release(self, finished: dict[str, FinishedRequest], preempted: Iterable[str]) -> tuple[list[int], list[Outcome]]:
@@ -116,23 +122,22 @@ class RequestState:
             info = self.infos.pop(request_id, None)
             if info is None:
                 continue
-            end = finished[request_id].num_tokens if request_id in finished else info.num_tokens
-            tokens = tuple(self.token_ids[info.row, : min(end, info.num_tokens)].tolist())
+            tokens = tuple(info.token_ids[: finished[request_id].num_tokens] if request_id in finished else info.token_ids)
             reason = finished[request_id].reason if request_id in finished else "preempt"
             rows.append(info.row)
             outcomes.append(Outcome(reason, tokens[: info.num_prompt_tokens], tokens[info.num_prompt_tokens :], info.tenant))
             self._free.append(info.row)
         return rows, outcomes
 
-    def store_drafts(self, infos: list[RowInfo], rows: torch.Tensor, drafts: DraftBatch, num_nodes: list[int]) -> None:
-        """Keep a proposer's batch for the next step; columns past a request's nodes become INVALID_TOKEN."""
+    def store_drafts(self, infos: Sequence[RowInfo], rows: torch.Tensor, drafts: DraftBatch) -> None:
+        """Keep a proposer's batch for the next step, info.num_drafts nodes at most; columns past them become INVALID_TOKEN."""
         width = drafts.token_ids.shape[1]
         self.draft_token_ids[rows] = INVALID_TOKEN
         if width:
             unused = torch.arange(width, device=rows.device)[None] >= drafts.num_nodes.to(rows.device)[:, None]
             self.draft_token_ids[rows, :width] = drafts.token_ids.to(rows.device).masked_fill(unused, INVALID_TOKEN)
-        for index, (info, count) in enumerate(zip(infos, num_nodes, strict=True)):
-            info.num_drafts = count
+        for index, info in enumerate(infos):
+            count = info.num_drafts
             info.source = drafts.source[index] if count else ""
             info.parents = self._parents_of(drafts, index, count)
             info.law = _law_of(drafts, index) if count else None

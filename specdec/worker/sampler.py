@@ -15,6 +15,7 @@ import torch
 
 from specdec.kernels.dispatch import kernel
 from specdec.kernels.philox import PURPOSE_TARGET
+from specdec.kernels.transfers import upload
 from specdec.kernels.verified import Verified
 from specdec.scheduler.output import TokenLogprobs
 from specdec.structured.mask import block_mask, forbid
@@ -76,7 +77,7 @@ class Sampler:
 
     def logits_rows(self, batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """(persistent row [L], position [L]) of every logits row; the position names the noise of the draw made there."""
-        counts = torch.tensor(batch.num_logits_cpu, device=batch.rows.device)
+        counts = upload(batch.num_logits_cpu, batch.rows.device)
         return torch.repeat_interleave(batch.rows, counts, output_size=sum(batch.num_logits_cpu)), batch.positions[batch.logits_indices]
 
     def logprobs(self, raw: RawRows, verified: VerifyResult, infos: list[RowInfo]) -> dict[int, tuple[TokenLogprobs, ...]]:
@@ -105,10 +106,10 @@ class Sampler:
             starts = [0, *accumulate(batch.num_logits_cpu)]
             counts = [batch.num_logits_cpu[index] for index in group.requests]
             chosen = [i for index, n in zip(group.requests, counts, strict=True) for i in range(starts[index], starts[index] + n)]
-            kept = torch.tensor(chosen, dtype=torch.int64, device=logits.device)
+            kept = upload(chosen, logits.device)
             logits, rows, positions = logits[kept], rows[kept], positions[kept]
-            drafts = drafts[torch.tensor(group.requests, device=drafts.device)]
-            cu_num_logits = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=logits.device)
+            drafts = drafts[upload(group.requests, drafts.device)]
+            cu_num_logits = upload([0, *accumulate(counts)], logits.device, dtype=torch.int32)
         anchor = cu_num_logits[:-1].long().clamp(max=max(len(positions) - 1, 0))  # a request without rows draws nothing
         has_rows = len(positions) > 0
         return Part(
@@ -163,8 +164,7 @@ class Sampler:
 
     def _process_request(self, logits: torch.Tensor, info: RowInfo, drafts: list[int]) -> None:
         """Row i sees the drafts on its path; only rows after kept drafts matter, and those saw the right history."""
-        history = self.state.token_ids[info.row, : info.num_tokens].tolist()
-        prompt, output = history[: info.num_prompt_tokens], history[info.num_prompt_tokens :]
+        prompt, output = info.token_ids[: info.num_prompt_tokens], info.token_ids[info.num_prompt_tokens :]
         sampling = info.sampling
         stop_ids = [*([] if sampling.ignore_eos else self.eos_token_ids), *sampling.stop_token_ids]
         paths: list[list[int]] = [[]]
@@ -182,7 +182,7 @@ def _merge(groups: Sequence[RequestGroup], verified: Sequence[Verified], num_req
     for fields in zip(*verified, strict=True):
         whole = fields[0].new_empty((num_requests, *fields[0].shape[1:]))
         for group, field in zip(groups, fields, strict=True):
-            whole[torch.tensor(group.requests, device=whole.device)] = field
+            whole[upload(group.requests, whole.device)] = field
         merged.append(whole)
     return Verified(*merged)
 

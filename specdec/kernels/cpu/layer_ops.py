@@ -57,12 +57,15 @@ def paged_attention(
     is_causal: bool = True,
     tree_mask: torch.Tensor | None = None,
     window: int | None = None,
+    device_lens: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Attend query [N, Hq, Dh] to each request's cached keys; returns [N, Hq, Dh].
 
     The query rows of a request are the last query_len positions of its sequence. tree_mask [N, Q] replaces causality
     inside the query; window keeps the last `window` positions only, which are counted by depth in a tree.
     """
+    if device_lens is not None:
+        seq_lens = tuple(device_lens[1].tolist())
     out = torch.empty_like(query)
     block_size = k_cache.shape[1]
     start = 0
