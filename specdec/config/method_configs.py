@@ -13,6 +13,7 @@ from specdec.config.fields import Count, Flag, Natural, NonNegative, Probability
 
 NGRAM_WINDOW = 5
 SUFFIX_TREE_DEPTH = 24
+_WHOLE_MODELS = ("draft_model", "early_exit")  # their layers are those of a target
 
 
 class OneHotConfig(SpeculativeBase):
@@ -157,7 +158,8 @@ class ExtractHiddenStatesConfig(OneHotConfig):
 class DrafterConfig(SpeculativeBase):
     """A drafter with weights. max_model_len: it stops drafting there (tokens). draft_tensor_parallel_size: one device, so 1.
 
-    quantization: `int8` rounds an unquantised EAGLE-3 head when it is loaded; faster on CPUs with AMX, smaller elsewhere.
+    quantization: `int8` rounds an unquantised head when it is loaded, one scale an output. Where its layers are compiled (CPUs with AMX)
+    it is faster, elsewhere smaller.
     """
 
     revision: Text | None = None
@@ -169,7 +171,7 @@ class DrafterConfig(SpeculativeBase):
     @model_validator(mode="after")
     def _check_drafter(self) -> DrafterConfig:
         size = self.draft_tensor_parallel_size
-        if self.quantization and self.method != "eagle3":
+        if self.quantization and self.method in _WHOLE_MODELS:
             refuse("quantization", f"is `{self.quantization}`, but method `{self.method}` drafts in the target's dtype", "leave it out")
         if size not in (None, 1):
             refuse("draft_tensor_parallel_size", f"is {size}, but target and draft share one device here, so it must be 1", "leave it out")

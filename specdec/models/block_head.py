@@ -18,6 +18,7 @@ from specdec.kernels.layer_ops import layer_ops
 from specdec.models.attention import AttentionMetadata, KVPair
 from specdec.models.draft_head import HeadReader, HeadSetting, Lender
 from specdec.models.draft_ids import read_id_map
+from specdec.models.int8_linear import round_layers, rounded
 from specdec.models.linear import Linear
 from specdec.models.llama import Attention, DecoderLayer, fuse
 from specdec.models.loader import Checkpoint
@@ -51,7 +52,16 @@ class BlockHead:
         self.context_kv = [_key_value_part(layer.attention) for layer in self.layers]
         self.markov = MarkovHead.read(reader, hf_config, draft_vocab=draft_vocab)
         self.confidence = ConfidenceHead.read(reader, hf_config, markov=self.markov)
-        self.fused = fuse(self.layers, self.shape, self.rotary, final_norm=self.final_norm)
+        self.fused = fuse(self.layers, self.shape, self.rotary, final_norm=self.final_norm, is_int8=setting.is_int8)
+        if setting.is_int8 and self.fused is None:
+            self._round()
+
+    def _round(self) -> None:
+        """Take int8 weights where nothing is compiled."""
+        round_layers(self.layers)
+        self.fc = rounded(self.fc)
+        self.context_kv = [rounded(projection) for projection in self.context_kv]
+        self.tables.round()
 
     @property
     def num_layers(self) -> int:

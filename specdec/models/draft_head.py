@@ -16,7 +16,7 @@ from specdec.config.methods import Tap
 from specdec.errors import ConfigError
 from specdec.kernels.layer_ops import layer_ops
 from specdec.models.attention import AttentionMetadata, KVPair
-from specdec.models.int8_linear import Int8Linear
+from specdec.models.int8_linear import rounded
 from specdec.models.linear import Linear
 from specdec.models.llama import Attention, DecoderLayer, _LayerReader, layer_has_rope, layer_window
 from specdec.models.loader import Checkpoint
@@ -42,7 +42,7 @@ class HeadSetting:
     """Where a head is to run. taps: hidden states of the target it reads; target_width Ht: their size; vocab_size V: the target's.
 
     draft_ids [Vd] int64, ascending: the target ids that a head without a vocabulary of its own scores, None for all.
-    quantization: `int8` rounds the head's weights where its methods and this machine can, else it is an error.
+    quantization: `int8` rounds the head's products, save those that are the target's.
     """
 
     dtype: torch.dtype
@@ -53,6 +53,11 @@ class HeadSetting:
     vocab_size: int
     draft_ids: torch.Tensor | None = None
     quantization: str | None = None
+
+    @property
+    def is_int8(self) -> bool:
+        """Whether the head's products are rounded."""
+        return self.quantization == "int8"
 
 
 class Lender(Protocol):
@@ -141,7 +146,7 @@ class TokenTables:
     def round(self) -> None:
         """Take int8 rows of the checkpoint's own LM head."""
         if self.head is not None:
-            self.head = Int8Linear(self.head.weight, self.head.bias)
+            self.head = rounded(self.head)
             self._scores = self.head.wide
 
     @property

@@ -18,6 +18,7 @@ from specdec.config.methods import FINAL_NORM, Tap
 from specdec.errors import ConfigError
 from specdec.models.attention import AttentionMetadata, KVPair
 from specdec.models.draft_head import HeadReader, HeadSetting, HeadStates, Lender, layer_bytes
+from specdec.models.int8_linear import round_layers, rounded
 from specdec.models.loader import Checkpoint
 from specdec.models.rope import RotaryTable
 
@@ -48,6 +49,10 @@ class EagleModel:
         self.fc = reader.linear([f"{reader.base}fc"], [width], 2 * width)
         self.first = reader.first_layer("layers.0", in_size=width)
         self.rest = [reader.layer(index) for index in range(1, hf_config.num_hidden_layers)]
+        if setting.is_int8:
+            round_layers([self.first, *self.rest])
+            self.fc = rounded(self.fc)
+            self.tables.round()
         self.rotary = RotaryTable(hf_config, head_dim=self.shape.head_dim, max_positions=setting.max_model_len, device=setting.device)
 
     @property

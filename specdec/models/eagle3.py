@@ -19,7 +19,7 @@ from specdec.logging import get_logger
 from specdec.models.attention import AttentionMetadata, KVPair
 from specdec.models.draft_head import HeadReader, HeadSetting, HeadStates, Lender, layer_bytes
 from specdec.models.draft_ids import read_id_map
-from specdec.models.int8_linear import Int8Linear, round_layers
+from specdec.models.int8_linear import round_layers, rounded
 from specdec.models.linear import Linear
 from specdec.models.llama import fuse
 from specdec.models.loader import Checkpoint
@@ -55,7 +55,7 @@ class Eagle3Model:
         self.norms_residual = _flag(hf_config, "norm_before_residual", default=_family(hf_config) == "eagle3")
         self.norms_output = _flag(hf_config, "norm_output")
         self.rotary = RotaryTable(hf_config, head_dim=self.shape.head_dim, max_positions=setting.max_model_len, device=setting.device)
-        is_int8 = setting.quantization == "int8"
+        is_int8 = setting.is_int8
         self.fused = fuse([self.first, *self.rest], self.shape, self.rotary, final_norm=self.final_norm, is_int8=is_int8)
         if is_int8 and self.fused is None:
             self._round()
@@ -88,7 +88,7 @@ class Eagle3Model:
         """Take int8 weights where nothing is compiled."""
         round_layers([self.first, *self.rest])
         if self.fc is not None:
-            self.fc = Int8Linear(self.fc.weight, self.fc.bias)
+            self.fc = rounded(self.fc)
         self.tables.round()
 
     def _read_mask(self, reader: HeadReader, setting: HeadSetting) -> None:  # noqa: ARG002 (heads that draft in one pass read it)

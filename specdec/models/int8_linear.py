@@ -23,13 +23,14 @@ _INPUTS, _OUTPUTS = 32, 16  # torch's product reads whole groups of these, witho
 
 
 class Int8Linear(Linear):
-    """y = (x W8^T) scale + b for x [..., in]; weight [out, in] int8, scale [out] in the dtype of the weight it was made of."""
+    """y = (x W8^T) scale + b for x [..., in]; weight [out, in] int8, scale [out] bf16 beside rows of bf16, else f32."""
 
     __slots__ = ("scale",)
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         wide = weight.float()
-        self.scale = (wide.abs().amax(dim=1) / 127).clamp(min=torch.finfo(torch.bfloat16).tiny).to(weight.dtype)
+        scale = (wide.abs().amax(dim=1) / 127).clamp(min=torch.finfo(torch.bfloat16).tiny)
+        self.scale = scale.bfloat16() if weight.dtype is torch.bfloat16 else scale
         rounded = (wide / self.scale.float()[:, None]).round_().clamp_(-127, 127)
         super().__init__(rounded.to(torch.int8), bias)
 
@@ -39,7 +40,7 @@ class Int8Linear(Linear):
             flat: torch.Tensor = torch.ops.aten._weight_int8pack_mm(x.reshape(-1, self.in_features), self.weight, self.scale)
             product = flat.view(*x.shape[:-1], self.out_features)
         else:
-            product = F.linear(x, self.weight.to(x.dtype)) * self.scale
+            product = (F.linear(x, self.weight.to(x.dtype)) * self.scale).to(x.dtype)
         return product if self.bias is None else product + self.bias
 
     def wide(self, x: torch.Tensor) -> torch.Tensor:
@@ -62,12 +63,17 @@ class Int8Linear(Linear):
         return self.in_features % _INPUTS == 0 and self.out_features % _OUTPUTS == 0 and _device_has_product(device)
 
 
+def rounded(linear: Linear) -> Int8Linear:
+    """Round a product."""
+    return Int8Linear(linear.weight, linear.bias)
+
+
 def round_layers(layers: Iterable[DecoderLayer | FirstLayer]) -> None:
     """Round all products of decoder layers in place."""
     for layer in layers:
         attention = layer.attention
-        attention.qkv, attention.out = (Int8Linear(x.weight, x.bias) for x in (attention.qkv, attention.out))
-        layer.gate_up, layer.down = (Int8Linear(x.weight, x.bias) for x in (layer.gate_up, layer.down))
+        attention.qkv, attention.out = rounded(attention.qkv), rounded(attention.out)
+        layer.gate_up, layer.down = rounded(layer.gate_up), rounded(layer.down)
 
 
 @cache

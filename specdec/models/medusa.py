@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from specdec.errors import ConfigError
 from specdec.models.draft_head import HeadSetting, Lender
+from specdec.models.int8_linear import rounded
 from specdec.models.linear import Linear
 from specdec.models.loader import Checkpoint
 
@@ -43,7 +44,15 @@ class MedusaHeads:
         self.outputs: list[Linear | None] = []
         for head in range(self.num_heads):
             self.outputs.append(self._output(head, blocks, vocab))
+        if setting.is_int8:
+            self._round()
         self._target: Lender | None = None
+
+    def _round(self) -> None:
+        """Take int8 weights; heads that share an output matrix go on sharing it."""
+        self.blocks = [[rounded(block) for block in row] for row in self.blocks]
+        matrices = {id(output): rounded(output) for output in self.outputs if output is not None}
+        self.outputs = [None if output is None else matrices[id(output)] for output in self.outputs]
 
     @property
     def num_bytes(self) -> int:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from specdec.errors import ConfigError
 from specdec.models.draft_head import HeadSetting, Lender
+from specdec.models.int8_linear import rounded
 from specdec.models.linear import Linear
 from specdec.models.loader import Checkpoint
 
@@ -48,6 +49,8 @@ class MlpSpeculator:
         self.embeddings = [self._take("emb", i, "weight", (vocab, self.inner)) for i in steps]
         self.projections = [Linear(self._take("proj", i, "weight", (self.inner, self.inner if i else emb))) for i in steps]
         self.heads = [Linear(self._take("head", i, "weight", (vocab, self.inner))) for i in steps]
+        if setting.is_int8:
+            self.projections, self.heads = _round(self.projections), _round(self.heads)
         self.norms = [(self._take("ln", i, "weight", (self.inner,)), self._take("ln", i, "bias", (self.inner,))) for i in steps]
         state_weight = 0.5 ** (0.5 / self.num_heads)
         self.ratio = math.sqrt((1 - state_weight**2) * self.inner / 2) / state_weight
@@ -88,6 +91,12 @@ class MlpSpeculator:
             return shared
         self._tied[key] = own = tensor.to(self.setting.device, self.setting.dtype).contiguous()
         return own
+
+
+def _round(linears: list[Linear]) -> list[Linear]:
+    """Take int8 weights; tied ones once."""
+    once = {linear.weight.data_ptr(): rounded(linear) for linear in linears}
+    return [once[linear.weight.data_ptr()] for linear in linears]
 
 
 def _norm(x: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from specdec.kernels.layer_ops import layer_ops
 from specdec.logging import get_logger
 from specdec.models.attention import AttentionMetadata, KVPair
 from specdec.models.draft_head import HeadReader, HeadSetting, HeadStates, Lender, TokenTables
+from specdec.models.int8_linear import round_layers, rounded
 from specdec.models.linear import Linear
 from specdec.models.loader import Checkpoint
 from specdec.models.mtp_names import MtpNames, count_modules, names_of
@@ -54,6 +55,10 @@ class MtpModel:
         self.projection = reader.linear([f"{names.outer}{names.projection}"], [width], 2 * width)
         self.layer, self.final_norm = reader.module_layer(), reader.norm(names.final_norm, width)
         self.tables = reader.module_tables()
+        if setting.is_int8:
+            round_layers([self.layer])
+            self.projection = rounded(self.projection)
+            self.tables.round()
         self.rotary = RotaryTable(hf_config, head_dim=self.shape.head_dim, max_positions=setting.max_model_len, device=setting.device)
 
     @property
