@@ -105,6 +105,11 @@ class RequestState:
         self.append_blocks(new.request_id, new.block_ids)
         return info
 
+    @property
+    def is_greedy(self) -> bool:
+        """True when no request here draws at random."""
+        return all(info.sampling.is_greedy for info in self.infos.values())
+
     def append_blocks(self, request_id: str, block_ids: tuple[int, ...]) -> None:
         """Write new block ids behind the ones the row has."""
         if block_ids:

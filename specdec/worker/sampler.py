@@ -61,7 +61,7 @@ class Sampler:
     def sample_target(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Draw from the target's law with the target's own noise: logits [L, V], persistent rows [L], positions [L] -> ids [L]."""
         cuts = self._cuts(rows)
-        if rows.device.type == "cpu" and not bool((cuts["temperature"] > 0).any()):
+        if self.state.is_greedy:
             u = cuts["temperature"]  # greedy rows read no noise
         else:
             u = kernel("uniform", rows.device)(self.state.seed[rows], positions, purpose=PURPOSE_TARGET)

@@ -64,9 +64,9 @@ def workload(seed: int, *, structured: bool = False) -> Workload:
     )
 
 
-def serve(resolved: ResolvedConfig, work: Workload) -> Outcome:
-    """Run a workload to its end."""
-    run = start(resolved)
+def serve(resolved: ResolvedConfig, work: Workload, run: Run | None = None) -> Outcome:
+    """Run a workload to its end, on an engine of its own where none is given."""
+    run = run or start(resolved)
     outcome = Outcome(run)
     waiting = sorted(work.arrivals, key=lambda arrival: arrival[0])
     leaving = dict(work.aborts)
