@@ -21,13 +21,14 @@ from specdec.models.eagle import EagleModel
 from specdec.models.eagle3 import Eagle3Model
 from specdec.models.loader import Checkpoint
 from specdec.models.mtp import first_module
-from specdec.proposers.base import DraftBatch, StepView
+from specdec.proposers.base import AdmitInfo, DraftBatch, Outcome, StepView
 from specdec.proposers.chain import wanted_drafts
 from specdec.proposers.compiled_chain import chain_batch, grow_chains, lay_out
 from specdec.proposers.draft_sampling import ChainDraws
 from specdec.proposers.head_proposer import HeadProposer
 from specdec.proposers.kept_rows import kept_rows
 from specdec.proposers.paged import PagedRows, Span, StepLengths, paged_rows, step_lengths
+from specdec.proposers.pending_rows import PendingRows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -48,7 +49,16 @@ class EagleProposer(HeadProposer[DraftHead]):
     def __init__(self, resolved: ResolvedConfig) -> None:
         assert resolved.traits is not None, "a proposer is built for a resolved method"
         super().__init__(resolved, build=_HEADS[resolved.traits.method])
+        self._pending = PendingRows()
         self._least_trust = float(getattr(resolved.engine.speculative, "draft_confidence_threshold", 0.0))
+
+    def admit(self, rows: Sequence[int], infos: Sequence[AdmitInfo]) -> None:
+        """Rows begin anew."""
+        self._pending.forget(rows)
+
+    def release(self, rows: Sequence[int], outcomes: Sequence[Outcome]) -> None:
+        """Forget the rows."""
+        self._pending.forget(rows)
 
     def propose(self, step: StepView) -> DraftBatch:
         """Run the head over the rows that became text, then draft from its own output."""
@@ -71,7 +81,11 @@ class EagleProposer(HeadProposer[DraftHead]):
         rail, head = self._bound(), self._awake()
         rows = lay_out(step, block_size=rail.block_size, max_len=self.max_len)
         is_greedy = self._draft_sample_method == "greedy" and step.sampling.token_mask is None
-        taps = [step.taps[tap] for tap in self.traits.taps]
+        taps, persistent = [step.taps[tap] for tap in self.traits.taps], step.rows.tolist()
+        if self._pending.may_wait(rows):
+            self._pending.put_off(persistent, rows, taps)
+            return ChainDraws(step.sampling, {}, method="greedy").batch(len(persistent), source=self.traits.method)
+        rows, taps = self._pending.join(persistent, rows, taps)
         grown = grow_chains(chain, rail, step, rows, taps=taps, is_greedy=is_greedy, least_trust=self._least_trust)
         if is_greedy:
             return chain_batch(step, rows, grown, source=self.traits.method)
