@@ -28,12 +28,13 @@ from specdec.server.logprobs import TokenTexts
 from specdec.server.openai_errors import ContextLengthExceeded, ModelNotFound
 from specdec.server.options import Lifecycle, ServerOptions, SpecMetricsLevel
 from specdec.server.protocol import ChatBody, ChatMessage, CompletionBody, GenerationBody
-from specdec.server.sampling import require_unicode
+from specdec.server.sampling import require_unicode, room_for
 from specdec.server.trace import wants_trace
 from specdec.server.trace_context import trace_parent
 from specdec.server.watchdog import Watchdog
 
-LONG_TEXT = 20_000  # characters; a longer prompt is tokenized on a thread, so that streams of others go on
+LONG_TEXT = 20_000  # characters; a longer prompt is rendered and tokenized on a thread, so that streams of others go on
+MANY_MESSAGES = 100  # the same for messages, which cost some 20 microseconds each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +105,7 @@ async def completion_prompts(body: CompletionBody, ctx: ServerContext) -> tuple[
     raw, tokenizer = body.prompt, ctx.tokenizer
     items: Sequence[str | list[int] | int] = [raw] if isinstance(raw, str) else raw
     if isinstance(items[0], int):
+        require_may_fit(items, ctx, param="prompt")
         return (Prompt(tuple(token_id for token_id in items if isinstance(token_id, int))),)
     special = body.add_special_tokens is not False
     require_capacity(ctx.engine, len(items))
@@ -116,14 +118,16 @@ async def completion_prompts(body: CompletionBody, ctx: ServerContext) -> tuple[
     return tuple(prompts)
 
 
-def require_may_fit(text: str | list[int], ctx: ServerContext, *, param: str) -> None:
-    """Refuse a text that has too many characters for the context whatever its tokens are, before it costs seconds to find them.
+def require_may_fit(text: str | Sequence[object], ctx: ServerContext, *, param: str) -> None:
+    """Refuse ids that fill the context, and a text that has too many characters for it whatever its tokens are, before they cost seconds.
 
     Raises:
         ContextLengthExceeded: it is too long.
     """
     limit, longest = ctx.resolved.max_model_len, ctx.tokenizer.max_chars_per_token
-    if isinstance(text, str) and longest is not None and len(text) > limit * longest:
+    if not isinstance(text, str):
+        room_for(len(text), max_model_len=limit, param=param)
+    elif longest is not None and len(text) > limit * longest:
         raise ContextLengthExceeded(
             f"this model's maximum context length is {limit} tokens, but the prompt has {len(text)} characters, "
             f"which are at least {-(-len(text) // longest)} tokens",
@@ -152,7 +156,7 @@ async def encode(text: str, tokenizer: Tokenizer, *, add_special_tokens: bool) -
 
 async def chat_prompt(body: ChatBody, ctx: ServerContext) -> Prompt:
     """Return a conversation in the model's own format, its tools included."""
-    text = rendered(
+    text = await rendered(
         body.messages,
         ctx,
         tools=body.tool_use.for_template(),
@@ -163,7 +167,7 @@ async def chat_prompt(body: ChatBody, ctx: ServerContext) -> Prompt:
     return Prompt(await encode(text, ctx.tokenizer, add_special_tokens=bool(body.add_special_tokens)), text)
 
 
-def rendered(
+async def rendered(
     messages: Sequence[ChatMessage],
     ctx: ServerContext,
     *,
@@ -176,6 +180,18 @@ def rendered(
     Raises:
         RequestRejected: a text is no Unicode, or the template refuses the messages.
     """
+    is_long = len(messages) > MANY_MESSAGES or sum(len(message.content or "") for message in messages) > LONG_TEXT
+    given = (messages, ctx, tools, add_generation_prompt, template_kwargs)
+    return await asyncio.to_thread(_render, *given) if is_long else _render(*given)
+
+
+def _render(
+    messages: Sequence[ChatMessage],
+    ctx: ServerContext,
+    tools: Sequence[dict[str, Any]],
+    add_generation_prompt: bool,
+    template_kwargs: dict[str, Any] | None,
+) -> str:
     for message in messages:
         require_unicode("messages", message.content or "")
     told = [message.for_template() for message in messages]

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 
 from specdec.errors import RequestRejected
 from specdec.server.context import ServerContext
+from specdec.server.large_bodies import LargeBodyRoute
 
 NAME = r"^[A-Za-z0-9._-]{1,64}$"
 
@@ -30,7 +31,7 @@ class CorpusBody(BaseModel):
 
 def corpora_router(ctx: ServerContext) -> APIRouter:
     """Return the routes under /v1/corpora."""
-    router = APIRouter(prefix="/v1/corpora", tags=["Corpora"])
+    router = APIRouter(prefix="/v1/corpora", tags=["Corpora"], route_class=LargeBodyRoute)
 
     @router.post("", status_code=201)
     async def add(body: CorpusBody, request: Request) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from specdec.server.access import CLIENT_CLOSED
 from specdec.server.admission import draft_sources
 from specdec.server.context import ServerContext, encode, rendered
 from specdec.server.generation import start
+from specdec.server.large_bodies import LargeBodyRoute
 from specdec.server.openai_errors import ResponseNotStored
 from specdec.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from specdec.server.responses import answer as responses
@@ -28,7 +29,7 @@ from specdec.server.sse import DONE, ClientGone, EventStream, until_client_leave
 
 def openai_router(ctx: ServerContext) -> APIRouter:
     """Return /v1/completions, /v1/chat/completions, /v1/responses and /v1/models."""
-    router = APIRouter(prefix="/v1", tags=["OpenAI"])
+    router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=LargeBodyRoute)
 
     @router.post("/completions", response_model=None)
     async def complete(body: CompletionBody, request: Request) -> Response:
@@ -82,7 +83,7 @@ def openai_router(ctx: ServerContext) -> APIRouter:
 
 def token_router(ctx: ServerContext) -> APIRouter:
     """Return /tokenize and /detokenize."""
-    router = APIRouter(tags=["Tokens"])
+    router = APIRouter(tags=["Tokens"], route_class=LargeBodyRoute)
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
@@ -153,7 +154,7 @@ async def _whole(work: Any, request: Request, ctx: ServerContext) -> Response:
 async def _token_ids(body: TokenizeBody, ctx: ServerContext) -> tuple[int, ...]:
     if body.prompt is not None:
         return await encode(body.prompt, ctx.tokenizer, add_special_tokens=body.add_special_tokens)
-    text = rendered(
+    text = await rendered(
         body.messages or (),
         ctx,
         tools=body.tool_use.for_template(),

@@ -126,6 +126,18 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": USER, "chat_template_kwargs": {"x": "\ud800"}, "max_tokens": 0}, "max_tokens", "at least 1"),
 ]
 
+BAD_BODIES: list[tuple[bytes, str, str]] = [  # the body, code, part of the message
+    (b"{", "invalid_json", "character 1"),
+    (b'{"prompt": "a",}', "invalid_json", "character 15"),
+    (b"\xff\xfe{}", "invalid_json", "not valid JSON"),
+    (b'{"prompt": "\xff"}', "invalid_body", "not UTF-8 at byte 12"),
+    (b"[1, 2]", "invalid_body", "JSON object"),
+    (b'"text"', "invalid_body", "JSON object"),
+    (b"", "invalid_body", "JSON object"),
+    (b"[" * 100_000, "invalid_body", "nested too deeply"),
+    (b'{"prompt": "a", "max_tokens": 1' + b"0" * 5000 + b"}", "invalid_body", "an integer of more than 4300 digits"),
+]
+
 
 def _check(response: httpx.Response, param: str, part: str) -> None:
     assert response.status_code == 400, response.text
@@ -172,17 +184,7 @@ def test_all_offenders_are_named_at_once(served: Served) -> None:
 
 @pytest.mark.parametrize(
     ("raw", "code", "part"),
-    [
-        (b"{", "invalid_json", "character 1"),
-        (b'{"prompt": "a",}', "invalid_json", "character 15"),
-        (b"\xff\xfe{}", "invalid_json", "not valid JSON"),
-        (b'{"prompt": "\xff"}', "invalid_body", "not UTF-8 at byte 12"),
-        (b"[1, 2]", "invalid_body", "JSON object"),
-        (b'"text"', "invalid_body", "JSON object"),
-        (b"", "invalid_body", "JSON object"),
-        (b"[" * 100_000, "invalid_body", "nested too deeply"),
-        (b'{"prompt": "a", "max_tokens": 1' + b"0" * 5000 + b"}", "invalid_body", "an integer of more than 4300 digits"),
-    ],
+    BAD_BODIES,
     ids=["open", "comma", "utf16", "latin1", "list", "string", "empty", "deep", "huge-number"],
 )
 def test_a_body_that_is_no_object_is_refused(served: Served, raw: bytes, code: str, part: str) -> None:

@@ -5,13 +5,14 @@ Owns: the response object and its events. Must not know: queues, sockets. Read n
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from specdec.engine.async_engine import OutputStream
 from specdec.errors import RequestRejected, SpecdecError
 from specdec.server import chat
-from specdec.server.context import Job, ServerContext
+from specdec.server.context import MANY_MESSAGES, Job, ServerContext
 from specdec.server.deltas import Deltas
 from specdec.server.generation import Collected, merged
 from specdec.server.openai_errors import reply_for
@@ -28,7 +29,9 @@ async def prepare(body: ResponsesBody, ctx: ServerContext, *, tenant: str) -> Jo
         RequestRejected: it cannot be served exactly as asked.
     """
     try:
-        return await chat.prepare(body.as_chat(), ctx, tenant=tenant)
+        is_long = isinstance(body.input, list) and len(body.input) > MANY_MESSAGES
+        told = await asyncio.to_thread(body.as_chat) if is_long else body.as_chat()
+        return await chat.prepare(told, ctx, tenant=tenant)
     except RequestRejected as error:
         raise in_our_words(error) from None
 
