@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,10 @@ def configured(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 KINDS = (*OWN, "dspark", "dflash", "medusa", "mlp_speculator", "mtp")
 
 
+def _given(made: Any, _: ResolvedConfig) -> Any:
+    return made
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(48, 64), (97, 33)], ids=str)
 def test_a_product_is_that_of_the_rounded_weight(dtype: torch.dtype, shape: tuple[int, int]) -> None:
@@ -102,7 +107,7 @@ def test_a_rounded_head_is_lossless_smaller_and_drafts_almost_the_same(
         proposer.propose = watched
         served = Path(resolved.model_path)
         assert resolved.traits is not None
-        check_lossless(served, SCENARIOS[2], traits=resolved.traits, make=lambda _, made=proposer: made, build=lambda _, r=resolved: r)
+        check_lossless(served, SCENARIOS[2], traits=resolved.traits, make=partial(_given, proposer), build=partial(_given, resolved))
     assert sizes[1] < 0.75 * sizes[0]
     firsts = [(seen[0][text][0], seen[1][text][0]) for text in seen[0].keys() & seen[1].keys() if seen[0][text] and seen[1][text]]
     assert len(firsts) > 30
