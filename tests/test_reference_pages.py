@@ -31,3 +31,8 @@ def test_every_route_is_listed() -> None:
     page = http_page(document)
     for path, verbs in document["paths"].items():
         assert all(f"| `{verb.upper()} {path}` |" in page for verb in verbs)
+
+
+def test_every_key_of_every_body_is_described() -> None:
+    silent = [line for line in http_page(server_document()).splitlines() if line.startswith("| `") and line.endswith("|  |")]
+    assert silent == []

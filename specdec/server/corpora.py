@@ -24,7 +24,7 @@ class CorpusBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    name: Annotated[str, StringConstraints(pattern=NAME)]
+    name: Annotated[str, StringConstraints(pattern=NAME)] = Field(description="Up to 64 letters, digits, `.`, `_` and `-`.")
     texts: list[str] | None = Field(default=None, description="Texts; each is learnt by itself.")
     token_ids: list[list[int]] | None = Field(default=None, description="The same as token ids.")
 

@@ -90,7 +90,7 @@ class Body(BaseModel):
         RequestRejected: while validating, when a field has no meaning here (all such fields in one message).
     """
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", use_attribute_docstrings=True)  # which the reference prints
 
     no_ops: ClassVar[frozenset[str]] = frozenset()
     not_served: ClassVar[Mapping[str, NotServed]] = {}

@@ -25,7 +25,9 @@ class StreamOptions(Body):
     no_ops: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
 
     include_usage: bool = False
+    """One more event with the usage of the whole answer."""
     continuous_usage_stats: bool = False
+    """Usage so far in every event."""
 
 
 class Speculative(Body):
@@ -34,9 +36,13 @@ class Speculative(Body):
     part_of: ClassVar[str] = "speculative."
 
     enabled: bool = True
+    """False: no drafts for this request."""
     num_speculative_tokens: int | None = Field(default=None, ge=0)
+    """Drafts per step at most, within what the server runs; 0 is `enabled: false`."""
     method: str | None = None
+    """Draft with this one of the server's sources only."""
     trace: bool = False
+    """Each event also tells which of its tokens were accepted drafts, and of which source; streams only."""
 
 
 class StructuredOutputs(Body):
@@ -45,10 +51,15 @@ class StructuredOutputs(Body):
     part_of: ClassVar[str] = "structured_outputs."
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")  # `json` and `schema` are methods of pydantic models
+    """JSON schema, as an object or as JSON text."""
     json_object: bool | None = None
+    """True: any JSON object."""
     regex: str | None = None
+    """Regular expression that the whole text matches."""
     choice: list[str] | None = None
+    """Texts of which one is the answer."""
     grammar: str | None = None
+    """Context-free grammar in EBNF; it begins at `root`."""
 
 
 class JsonSchemaFormat(Body):
@@ -58,6 +69,7 @@ class JsonSchemaFormat(Body):
     no_ops: ClassVar[frozenset[str]] = frozenset({"description", "strict", "name"})
 
     schema_: dict[str, Any] = Field(alias="schema")
+    """JSON schema of the answer; it is always enforced."""
 
 
 class ResponseFormat(Body):
@@ -66,7 +78,9 @@ class ResponseFormat(Body):
     part_of: ClassVar[str] = "response_format."
 
     type: Literal["text", "json_object", "json_schema"]
+    """Form of the text."""
     json_schema: JsonSchemaFormat | None = None
+    """The schema; with type `json_schema` only."""
 
     @model_validator(mode="after")
     def need_the_schema(self) -> ResponseFormat:
@@ -86,39 +100,73 @@ class GenerationBody(Body):
     not_served = NOT_SERVED
 
     model: str | None = None
+    """Name of the served model; left out: that model."""
     n: int | None = None
+    """Answers to each prompt, 1 to 128; null is 1. With a seed, answer i is drawn with seed + i."""
     temperature: float | None = None
+    """0 to 100; 0 takes the most likely token; null is 1."""
     top_p: float | None = None
+    """Above 0, up to 1: the least set of likeliest tokens that has this much probability; null is 1."""
     top_k: int | None = None
+    """The k likeliest tokens; 0, -1 and null: all."""
     min_p: float | None = None
+    """0 to 1: tokens with at least this share of the likeliest one's probability; null is 0."""
     seed: int | None = None
+    """64 bits; the same seed gives the same tokens, alone or among others, with drafts or without."""
     frequency_penalty: float | None = None
+    """-2 to 2: subtracted from a token's logit once for each time the answer has it; null is 0."""
     presence_penalty: float | None = None
+    """-2 to 2: subtracted once if the answer has the token; null is 0."""
     repetition_penalty: float | None = None
+    """0.01 to 100: above 1, tokens that prompt or answer have become less likely; null is 1."""
     logit_bias: dict[str, float] | None = None
+    """Token id to -100..100, added to its logit."""
     allowed_token_ids: list[int] | None = None
+    """Only these tokens may come."""
     bad_words: list[str] | None = None
+    """Texts that may not come."""
     min_tokens: int | None = None
+    """No end before so many tokens; null is 0."""
     stop: str | list[str] | None = None
+    """Texts that end the answer where they begin."""
     stop_token_ids: list[int] | None = None
+    """Tokens that end the answer."""
     include_stop_str_in_output: bool | None = None
+    """True: the text that ended the answer is shown."""
     ignore_eos: bool | None = None
+    """True: the model's own end is a token like any other."""
     skip_special_tokens: bool | None = None
+    """False: special tokens are shown in the text; null is true."""
     prompt_logprobs: int | None = None
+    """Log-probabilities of the prompt's tokens, with 0 to 20 alternatives each."""
     add_special_tokens: bool | None = None
+    """Whether the tokenizer adds the model's opening tokens; null: to a prompt, not to a conversation, whose template has them."""
     response_format: ResponseFormat | None = None
+    """Form of the text, as OpenAI names it."""
     structured_outputs: StructuredOutputs | None = None
+    """One constraint on the text, as vLLM names it."""
     guided_json: dict[str, Any] | str | None = None
+    """The same as `structured_outputs.json`, by its older name."""
     guided_regex: str | None = None
+    """The same as `structured_outputs.regex`, by its older name."""
     guided_choice: list[str] | None = None
+    """The same as `structured_outputs.choice`, by its older name."""
     guided_grammar: str | None = None
+    """The same as `structured_outputs.grammar`, by its older name."""
     priority: int | None = None
-    request_id: str | None = Field(default=None, pattern=r"^[!-~]{1,128}$")  # becomes part of the answer's id
+    """Lower is sooner; other values than 0 need `--scheduling-policy priority`."""
+    request_id: str | None = Field(default=None, pattern=r"^[!-~]{1,128}$")
+    """Becomes part of the answer's id: up to 128 visible ASCII characters."""
     stream: bool | None = None
+    """True: the answer comes as server-sent events while it is made."""
     stream_options: StreamOptions | None = None
+    """What a stream tells beside the text; with `stream: true` only."""
     return_token_ids: bool | None = None
+    """True: the ids of prompt and answer too."""
     speculative: Speculative | None = None
+    """Drafting for this request, within what the server runs."""
     per_request_spec_decode_metrics: SpecMetricsLevel | None = None
+    """How much `metrics.speculative_decoding` of the answer tells; null: what the server was started with."""
 
     @property
     def length_limit(self) -> tuple[str, int] | None:
@@ -148,10 +196,15 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
     prompt: SkipValidation[str | list[str] | list[int] | list[list[int]]]  # the validator below has seen every item
+    """Text or token ids, or a list of such, each with an answer of its own."""
     max_tokens: int | None = DEFAULT_COMPLETION_TOKENS
+    """Tokens of the answer at most; null: what the context holds. 0 with `echo` asks for the prompt's log-probabilities alone."""
     logprobs: int | None = None
+    """Log-probabilities of the tokens, with 0 to 20 alternatives each."""
     echo: bool | None = None
+    """True: the prompt stands before the answer."""
     best_of: int | None = Field(default=None, ge=1, le=128)
+    """Draw so many and show the `n` of highest log-probability per token."""
 
     @property
     def length_limit(self) -> tuple[str, int] | None:
@@ -186,11 +239,17 @@ class ChatMessage(Body):
     not_served: ClassVar[Mapping[str, NotServed]] = {"audio": NOT_SERVED["audio"], "function_call": NOT_SERVED["function_call"]}
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    """Who speaks; `developer` is `system`."""
     content: str | None = None
+    """Text, or parts of type `text`, which are joined by line feeds; null only beside `tool_calls`."""
     name: str | None = None
+    """Who it is among those of one role, for templates that tell."""
     tool_call_id: str | None = None
+    """The call that a message of role `tool` answers."""
     tool_calls: list[MessageCall] | None = None
+    """What the assistant called."""
     reasoning_content: str | None = None
+    """The assistant's reasoning, for templates that show it."""
 
     @field_validator("content", mode="before")
     @classmethod
@@ -217,13 +276,21 @@ class ChatBody(ToolFields, GenerationBody):
     """POST /v1/chat/completions."""
 
     messages: list[ChatMessage] = Field(min_length=1)
+    """The conversation."""
     max_tokens: int | None = None
+    """Tokens of the answer at most; null: what the context holds."""
     max_completion_tokens: int | None = None
+    """The same by its newer name."""
     logprobs: bool | None = None
+    """True: log-probabilities of the tokens."""
     top_logprobs: int | None = None
+    """0 to 20 alternatives for each token; with `logprobs: true` only."""
     add_generation_prompt: bool | None = None
+    """False: the template does not begin the assistant's turn; null is true."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the chat template."""
     include_reasoning: bool | None = None
+    """False: reasoning is left out of the answer; null is true."""
 
     @property
     def length_limit(self) -> tuple[str, int] | None:
@@ -249,12 +316,19 @@ class TokenizeBody(ToolFields):
     """POST /tokenize: of a prompt or of a conversation, with the tools that a request to /v1/chat/completions would have."""
 
     model: str | None = None
+    """Name of the served model; left out: that model."""
     prompt: str | None = None
+    """Text; this or `messages`."""
     messages: list[ChatMessage] | None = Field(default=None, min_length=1)
+    """Conversation, rendered by the chat template first."""
     add_special_tokens: bool = True
+    """Whether the tokenizer adds the model's opening tokens to `prompt`."""
     add_generation_prompt: bool = True
+    """Whether the template begins the assistant's turn."""
     return_token_strs: bool = False
+    """True: the text of each token too."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the chat template."""
 
     @model_validator(mode="after")
     def need_one_text(self) -> TokenizeBody:
@@ -268,8 +342,11 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str | None = None
+    """Name of the served model; left out: that model."""
     tokens: list[int]
+    """Token ids."""
     skip_special_tokens: bool = False
+    """True: special tokens are left out."""
 
 
 def _shortened(value: object) -> str:

@@ -26,9 +26,13 @@ class FunctionTool(Body):
     part_of: ClassVar[str] = "tools.function."
 
     name: str = Field(pattern=NAME)
+    """Up to 64 letters, digits, `_`, `.` and `-`."""
     description: str | None = None
+    """What it is for; the model reads it."""
     parameters: dict[str, Any] | None = None
+    """JSON schema of its arguments."""
     strict: bool | None = None
+    """Passes: a forced call always keeps the schema, others are the model's own words."""
 
 
 class TypedTool(Body):
@@ -37,6 +41,7 @@ class TypedTool(Body):
     part_of: ClassVar[str] = "tools."
 
     type: Literal["function"]
+    """Always `function`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -51,6 +56,7 @@ class Tool(TypedTool):
     """One function."""
 
     function: FunctionTool
+    """What may be called."""
 
 
 class NamedFunction(Body):
@@ -59,6 +65,7 @@ class NamedFunction(Body):
     part_of: ClassVar[str] = "tool_choice.function."
 
     name: str
+    """One of `tools`."""
 
 
 class NamedTool(Body):
@@ -67,7 +74,9 @@ class NamedTool(Body):
     part_of: ClassVar[str] = "tool_choice."
 
     type: Literal["function"]
+    """Always `function`."""
     function: NamedFunction
+    """Which one."""
 
 
 class CalledFunction(Body):
@@ -76,7 +85,9 @@ class CalledFunction(Body):
     part_of: ClassVar[str] = "messages.tool_calls.function."
 
     name: str
+    """What was called."""
     arguments: str = "{}"
+    """JSON text of an object, as the server gave it."""
 
     @model_validator(mode="after")
     def need_an_object(self) -> CalledFunction:
@@ -99,8 +110,11 @@ class MessageCall(Body):
     no_ops: ClassVar[frozenset[str]] = frozenset({"index"})
 
     id: str | None = None
+    """Id that the message with the result names."""
     type: Literal["function"] = "function"
+    """Always `function`."""
     function: CalledFunction
+    """The call."""
 
     def for_template(self) -> dict[str, Any]:
         """Return it with arguments as an object, which is what chat templates print."""
@@ -112,8 +126,11 @@ class ToolFields(Body):
     """The tool fields of /v1/chat/completions."""
 
     tools: list[Tool] | None = None
+    """What the model may call."""
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    """`none`, `auto`, `required`, or the function that must be called; null is `auto`."""
     parallel_tool_calls: bool | None = None
+    """False: one call at most; null is true."""
 
     @field_validator("tool_choice", mode="before")
     @classmethod

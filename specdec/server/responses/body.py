@@ -54,7 +54,9 @@ class FlatChoice(Body):
     part_of: ClassVar[str] = "tool_choice."
 
     type: Literal["function"]
+    """Always `function`."""
     name: str = Field(pattern=NAME)
+    """One of `tools`."""
 
 
 class TextFormat(Body):
@@ -66,10 +68,15 @@ class TextFormat(Body):
     part_of: ClassVar[str] = "text.format."
 
     name: str | None = None
+    """Given back in the response."""
     description: str | None = None
+    """Given back in the response."""
     strict: bool | None = None
+    """Given back in the response; a schema is always kept."""
     type: Literal["text", "json_object", "json_schema"] = "text"
+    """Form of the text."""
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    """JSON schema of the text; with type `json_schema`, and only with it."""
 
     @model_validator(mode="after")
     def need_the_schema(self) -> TextFormat:
@@ -88,6 +95,7 @@ class TextOptions(Body):
     no_ops: ClassVar[frozenset[str]] = frozenset({"verbosity"})
 
     format: TextFormat | None = None
+    """Form of the text; left out: plain text."""
 
 
 class StreamOptions(Body):
@@ -104,30 +112,55 @@ class ResponsesBody(Body):
     not_served: ClassVar[Mapping[str, NotServed]] = NOT_SERVED
 
     model: str | None = None
+    """Name of the served model; left out: that model."""
     input: str | list[dict[str, Any]]
+    """A user's text, or items: messages, function calls, their outputs, reasoning."""
     instructions: str | None = None
+    """The first system message."""
     max_output_tokens: int | None = None
+    """Tokens of the answer at most; null: what the context holds."""
     temperature: float | None = None
+    """0 to 100; 0 takes the most likely token; null is 1."""
     top_p: float | None = None
+    """Above 0, up to 1: the least set of likeliest tokens that has this much probability; null is 1."""
     stream: bool | None = None
+    """True: the response comes as OpenAI's events while it is made."""
     stream_options: StreamOptions | None = None
+    """Nothing here changes the stream."""
     store: bool | None = None
+    """Nothing is stored; true is refused."""
     metadata: dict[str, str] | None = None
+    """Given back in the response."""
     text: TextOptions | None = None
+    """Form of the text."""
     tools: list[FlatTool] | None = None
+    """What the model may call."""
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
+    """`none`, `auto`, `required`, or the function that must be called; null is `auto`."""
     parallel_tool_calls: bool | None = None
+    """False: one call at most; null is true."""
     top_k: int | None = None
+    """The k likeliest tokens; 0, -1 and null: all."""
     min_p: float | None = None
+    """0 to 1: tokens with at least this share of the likeliest one's probability; null is 0."""
     seed: int | None = None
+    """64 bits; the same seed gives the same tokens, with drafts or without."""
     frequency_penalty: float | None = None
+    """-2 to 2: subtracted from a token's logit once for each time the answer has it; null is 0."""
     presence_penalty: float | None = None
+    """-2 to 2: subtracted once if the answer has the token; null is 0."""
     repetition_penalty: float | None = None
+    """0.01 to 100: above 1, tokens that prompt or answer have become less likely; null is 1."""
     stop: str | list[str] | None = None
+    """Texts that end the answer where they begin."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the chat template."""
     priority: int | None = None
+    """Lower is sooner; other values than 0 need `--scheduling-policy priority`."""
     request_id: str | None = Field(default=None, pattern=r"^[!-~]{1,128}$")
+    """Becomes part of the response's id: up to 128 visible ASCII characters."""
     speculative: Speculative | None = None
+    """Drafting for this request; all of it but `trace`."""
 
     @field_validator("input", mode="before")
     @classmethod
