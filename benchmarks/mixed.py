@@ -5,6 +5,7 @@ Owns: bodies whose answers are fixed (greedy or seeded), and memory, files and g
 
 from __future__ import annotations
 
+import os
 import random
 import re
 from dataclasses import dataclass
@@ -81,6 +82,11 @@ class ProcessView:
         text = Path(f"/proc/{self.pid}/status").read_text(encoding="utf-8")
         return 1024 * int(re.findall(r"^RssAnon:\s+(\d+)", text, re.MULTILINE)[0])
 
+    def cpu_s(self) -> float:
+        """Processor time of all its threads so far, in seconds."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def num_files(self) -> int:
         """Open files, sockets among them."""
         return sum(1 for _ in Path(f"/proc/{self.pid}/fd").iterdir())
@@ -88,6 +94,12 @@ class ProcessView:
     def num_threads(self) -> int:
         """Threads."""
         return sum(1 for _ in Path(f"/proc/{self.pid}/task").iterdir())
+
+
+def machine_busy_s() -> float:
+    """Processor time that all processes of this machine took so far, in seconds."""
+    ticks = [int(text) for text in Path("/proc/stat").read_text(encoding="utf-8").split("\n", 1)[0].split()[1:9]]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")  # all but idle and waiting for disks
 
 
 def gauges(url: str) -> dict[str, float]:

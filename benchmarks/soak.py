@@ -4,6 +4,9 @@ Starts `specdec serve ARGS` (or takes --url) and keeps --concurrency requests of
 --minutes. Compares tokens a second and memory of the last window with the first, behind a warm-up (a minute each, less in short runs).
 Prints JSON and appends it to --out; exit code 1 where throughput fell under 0.97 of the first window's, memory grew by more than 3%, a
 request failed, or a repeated question got another answer.
+
+Throughput also falls when the machine is needed elsewhere. So the record has, by window, tokens a second, the server's processor time for a
+token, and how many cores other processes kept busy. These change no verdict: a run on a machine that was not quiet has to be done again.
 """
 
 from __future__ import annotations
@@ -26,11 +29,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.arms import Arm, machine, spawned
 from benchmarks.hostile import PATH, TIMEOUT_S, settled
-from benchmarks.mixed import ProcessView, body_of, texts_of
+from benchmarks.mixed import ProcessView, body_of, machine_busy_s, texts_of
 
 LOOK_EVERY_S = 0.5
 MAX_GROWTH = 0.03
 MIN_RATIO = 0.97
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Processor seconds so far: of the server, and of all that is neither the server nor this client."""
+
+    at_s: float
+    server_s: float
+    others_s: float
 
 
 @dataclass(slots=True)
@@ -39,6 +51,7 @@ class Course:
 
     tokens: list[tuple[float, int]] = field(default_factory=list)
     memory: list[tuple[float, int]] = field(default_factory=list)
+    looks: list[Look] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     answers: dict[int, list[str]] = field(default_factory=dict)
 
@@ -50,6 +63,18 @@ class Course:
         """Mean memory in a span; 0 where nobody looked."""
         seen = [size for at_s, size in self.memory if begin_s <= at_s < end_s]
         return sum(seen) / len(seen) if seen else 0.0
+
+    def window(self, begin_s: float, end_s: float) -> dict[str, float | None]:
+        """What happened in a span; None where nobody looked, or no answer ended."""
+        seen = [look for look in self.looks if begin_s <= look.at_s < end_s]
+        rate = self.rate(begin_s, end_s)
+        found: dict[str, float | None] = {"begin_s": round(begin_s, 1), "tok_per_s": round(rate, 1), "cpu_ms_per_token": None}
+        if len(seen) < 2:
+            return found | {"others_cores": None}
+        length_s = seen[-1].at_s - seen[0].at_s
+        if rate:
+            found["cpu_ms_per_token"] = round(1000 * (seen[-1].server_s - seen[0].server_s) / length_s / rate, 2)
+        return found | {"others_cores": round((seen[-1].others_s - seen[0].others_s) / length_s, 2)}
 
 
 def verdict(course: Course, *, total_s: float, warmup_s: float, window_s: float, min_ratio: float) -> dict[str, Any]:
@@ -74,8 +99,14 @@ def verdict(course: Course, *, total_s: float, warmup_s: float, window_s: float,
         "memory_first_mb": round(sizes[0] / 2**20, 1),
         "memory_last_mb": round(sizes[1] / 2**20, 1),
         "memory_growth": round(growth, 4),
+        "windows": [course.window(begin_s, begin_s + window_s) for begin_s in _steps(warmup_s, total_s, window_s)],
         "faults": faults,
     }
+
+
+def _steps(warmup_s: float, total_s: float, window_s: float) -> list[float]:
+    """Where each whole window behind the warm-up begins."""
+    return [warmup_s + index * window_s for index in range(int((total_s - warmup_s) / window_s))]
 
 
 async def soak(url: str, pid: int | None, course: Course, args: argparse.Namespace) -> float:
@@ -102,13 +133,15 @@ async def soak(url: str, pid: int | None, course: Course, args: argparse.Namespa
 
         async def look() -> None:
             while pid is not None:
-                course.memory.append((time.monotonic() - start_s, ProcessView(pid).resident_bytes()))
+                at_s, server_s = time.monotonic() - start_s, ProcessView(pid).cpu_s()
+                course.memory.append((at_s, ProcessView(pid).resident_bytes()))
+                course.looks.append(Look(at_s, server_s, machine_busy_s() - server_s - time.process_time()))
                 await asyncio.sleep(LOOK_EVERY_S)
 
         looking = asyncio.create_task(look())
         await asyncio.gather(*(client() for _ in range(args.concurrency)))
         looking.cancel()
-    return 60.0 * args.minutes
+    return 60.0 * float(args.minutes)
 
 
 async def _ask(http: httpx.AsyncClient, body: dict[str, Any], *, is_stream: bool) -> tuple[list[str], int]:
@@ -150,6 +183,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run, print and write; 0: no fault."""
     args = parse(argv)
     course = Course()
+    origin = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **machine()}  # the code that is served, not what it is by the end
     with ExitStack() as stack:
         url, pid = args.url, args.pid
         if url is None:
@@ -163,7 +197,7 @@ def main(argv: list[str] | None = None) -> int:
     found["faults"] += [
         f"{name} is {left[name]:g} at the end" for name in ("kv_cache_usage", "running", "waiting", "unfinished") if left[name]
     ]
-    record = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **machine(), "minutes": args.minutes, **found}
+    record = {**origin, "minutes": args.minutes, **found}
     record |= {"concurrency": args.concurrency, "serve": args.serve or args.url}
     print(json.dumps(record, indent=1))
     if args.out is not None:

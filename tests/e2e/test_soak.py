@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
 
-from benchmarks.soak import Course, main, verdict
+from benchmarks.mixed import ProcessView, machine_busy_s
+from benchmarks.soak import Course, Look, main, verdict
 from tests.e2e.tiny_model import write_model
 
 SERVE = "--dtype float32 --device cpu --max-num-seqs 8 --num-blocks 400 --no-ui --spec-method ngram --spec-tokens 4"
@@ -31,6 +34,10 @@ def test_twenty_seconds_leave_nothing_behind(tmp_path: Path, capsys: pytest.Capt
     assert found["faults"] == []
     assert isinstance(found["num_requests"], int)
     assert found["num_requests"] > 50
+    windows = found["windows"]
+    assert isinstance(windows, list)
+    assert len(windows) == 3
+    assert all(window["cpu_ms_per_token"] > 0 and window["others_cores"] is not None for window in windows)
 
 
 @pytest.mark.soak
@@ -60,3 +67,28 @@ def test_the_verdict_compares_the_windows() -> None:
     failed = course()
     failed.failures.append("question 3: other text")
     assert faults(failed) == ["question 3: other text"]
+
+
+def test_windows_tell_a_slow_server_from_a_busy_machine() -> None:
+    """The last window has half the tokens: once for as much processor time each with others at work, once for twice as much alone."""
+    seen = {}
+    for name, (cpu_s, others_s) in {"busy": (0.5, 1.5), "slow": (1.0, 0.0)}.items():
+        given = course(last_rate=50)
+        server_s = elsewhere_s = 0.0
+        for at in range(120):
+            given.looks.append(Look(float(at), server_s, elsewhere_s))
+            server_s += cpu_s if at >= 90 else 1.0
+            elsewhere_s += others_s if at >= 90 else 0.0
+        found = verdict(given, total_s=120, warmup_s=30, window_s=30, min_ratio=0.97)
+        assert "is 0.500 of the first" in found["faults"][0], "neither is excused"
+        seen[name] = [(window["tok_per_s"], window["cpu_ms_per_token"], window["others_cores"]) for window in found["windows"]]
+    assert seen["busy"] == [(100.0, 10.0, 0.0), (100.0, 10.0, 0.0), (50.0, 10.0, 1.5)]
+    assert seen["slow"] == [(100.0, 10.0, 0.0), (100.0, 10.0, 0.0), (50.0, 20.0, 0.0)]
+
+
+def test_processor_time_is_that_of_the_process() -> None:
+    before_s, busy_s, own_s = ProcessView(os.getpid()).cpu_s(), machine_busy_s(), time.process_time()
+    while time.process_time() < own_s + 0.3:
+        pass
+    assert ProcessView(os.getpid()).cpu_s() - before_s == pytest.approx(time.process_time() - own_s, abs=0.1)
+    assert machine_busy_s() - busy_s >= 0.2
