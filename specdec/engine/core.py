@@ -198,7 +198,7 @@ class EngineCore:
             raise RequestRejected(f"level is {level}, but it must be 1 (give KV caches back) or 2 (weights too)", param="level")
         self._lane.submit(self._idle_weights().sleep, level).result()
         self._scheduler.kv.reset_prefix_cache()
-        self._sleep_level = max(self._sleep_level, level)
+        self._note_sleep(max(self._sleep_level, level))
 
     def wake_up(self) -> None:
         """Undo `sleep`; after level 2 the weights are read from where they came from last. Awake already: nothing happens.
@@ -208,7 +208,7 @@ class EngineCore:
         """
         if self._sleep_level:
             self._lane.submit(self._idle_weights().wake).result()
-            self._sleep_level = 0
+            self._note_sleep(0)
 
     def reload_weights(self, weights_path: str | None = None, draft_weights_path: str | None = None) -> None:
         """Read the weights of target and drafter again, from other checkpoints of the same models where paths are given, and wake up.
@@ -221,7 +221,13 @@ class EngineCore:
         """
         self._lane.submit(self._idle_weights().reload, weights_path, draft_weights_path).result()
         self._scheduler.kv.reset_prefix_cache()
-        self._sleep_level = 0
+        self._note_sleep(0)
+
+    def _note_sleep(self, level: int) -> None:
+        """Gauges are those of the newest step, and a sleeping engine makes none."""
+        self._sleep_level = level
+        with self.stats.lock:
+            self.stats.gauges = self._gauges()
 
     @property
     def has_work(self) -> bool:
@@ -352,6 +358,7 @@ class EngineCore:
             draft_bank_s=policy.bank_s,
             drafter_bytes=getattr(self._runner, "drafter_bytes", 0),
             drafter_faults=getattr(self._runner, "drafter_faults", {}),
+            sleep_level=self._sleep_level,
         )
 
 

@@ -63,6 +63,7 @@ def own_rows(max_nodes: int) -> tuple[Row, ...]:
         Row("specdec_num_requests_running", "gauge", "Requests in the running batch.", lambda s: s.gauges.num_running),
         Row("specdec_num_requests_waiting", "gauge", "Requests waiting for a place in the batch.", lambda s: s.gauges.num_waiting),
         Row("specdec_kv_cache_usage_ratio", "gauge", "KV cache blocks in use, 0 to 1.", lambda s: s.gauges.kv_cache_usage),
+        Row("specdec_sleep_level", "gauge", "0: awake; 1: KV caches are given back; 2: weights too.", lambda s: s.gauges.sleep_level),
         Row(
             "specdec_num_preemptions",
             "counter",
@@ -245,6 +246,7 @@ def vllm_rows(max_nodes: int) -> tuple[Row, ...]:
         Row("vllm:num_requests_running", "gauge", "As specdec_num_requests_running.", lambda s: s.gauges.num_running),
         Row("vllm:num_requests_waiting", "gauge", "As specdec_num_requests_waiting.", lambda s: s.gauges.num_waiting),
         Row("vllm:kv_cache_usage_perc", "gauge", "As specdec_kv_cache_usage_ratio: 1 is full.", lambda s: s.gauges.kv_cache_usage),
+        Row("vllm:engine_sleep_state", "gauge", "1 for the state of specdec_sleep_level.", _sleep_states, label="sleep_state"),
         Row("vllm:num_preemptions", "counter", "As specdec_num_preemptions_total.", lambda s: s.gauges.num_preemptions),
         Row("vllm:prefix_cache_queries", "counter", "As specdec_prefix_cache_query_tokens_total.", lambda s: s.gauges.prefix_cache_queries),
         Row("vllm:prefix_cache_hits", "counter", "As specdec_prefix_cache_hit_tokens_total.", lambda s: s.gauges.prefix_cache_hits),
@@ -290,6 +292,11 @@ def _vllm_speculation_rows(max_nodes: int) -> tuple[Row, ...]:
             label="position",
         ),
     )
+
+
+def _sleep_states(stats: EngineStats) -> dict[str, Value]:
+    """vLLM's names of the levels; its first one keeps the weights in host memory."""
+    return {name: int(stats.gauges.sleep_level == level) for level, name in enumerate(("awake", "weights_offloaded", "discard_all"))}
 
 
 def _reasons(stats: EngineStats) -> dict[str, Value]:

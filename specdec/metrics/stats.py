@@ -164,6 +164,7 @@ class StepGauges:
     draft_bank_s: float = 0.0  # what drafting has earned against plain decoding, where the policy keeps account
     drafter_bytes: int = 0  # host memory of drafters that grow with what they read
     drafter_faults: Mapping[str, int] = field(default_factory=dict)  # by kind: what went wrong in a drafter of the user's own
+    sleep_level: int = 0  # 0: awake; 1: KV caches are given back; 2: weights too
 
 
 @dataclass(slots=True)

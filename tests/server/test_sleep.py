@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,7 @@ class Kept:
 
 @contextmanager
 def sleepy(**options: Any) -> Iterator[tuple[Served, Kept]]:
-    with serving(options=OPTIONS, **options) as served:
+    with serving(**{"options": OPTIONS} | options) as served:
         kept = Kept()
         served.runner.weights = kept  # type: ignore[attr-defined]
         yield served, kept
@@ -74,6 +76,26 @@ def test_the_routes_are_there_only_when_asked_for_and_only_for_holders_of_a_key(
             assert running.post(path, None).status_code == 401
         assert running.get("/is_sleeping").status_code == 401
         assert kept.told == []
+
+
+def test_metrics_tell_the_sleep_level() -> None:
+    def levels(served: Served) -> tuple[float, dict[str, float]]:
+        text = served.get("/metrics").text
+        own = re.findall(r"^specdec_sleep_level\{.*\} (\S+)$", text, re.MULTILINE)
+        states = re.findall(r'^vllm:engine_sleep_state\{.*sleep_state="(\w+)".*\} (\S+)$', text, re.MULTILINE)
+        return float(own[0]), {name: float(value) for name, value in states}
+
+    with sleepy(options=replace(OPTIONS, metrics_compat="vllm")) as (served, _):
+        assert levels(served) == (0, {"awake": 1, "weights_offloaded": 0, "discard_all": 0})
+        post(served, "/sleep")
+        assert levels(served) == (1, {"awake": 0, "weights_offloaded": 1, "discard_all": 0})
+        post(served, "/sleep?level=2")
+        assert levels(served) == (2, {"awake": 0, "weights_offloaded": 0, "discard_all": 1})
+        post(served, "/wake_up")
+        assert levels(served)[0] == 0
+        post(served, "/sleep")
+        post(served, "/reload_weights")
+        assert levels(served) == (0, {"awake": 1, "weights_offloaded": 0, "discard_all": 0})
 
 
 def test_a_sleeping_server_answers_503_and_wakes() -> None:
