@@ -27,7 +27,7 @@ from specdec.worker.logits import needs_processing
 from specdec.worker.post_update import commit_rows, commit_target_tokens, compact_kv
 from specdec.worker.prompt_logprobs import prompt_logprobs
 from specdec.worker.request_state import RequestState, RowInfo
-from specdec.worker.sampler import Sampler
+from specdec.worker.sampler import RawRows, Sampler
 from specdec.worker.step_clock import StepClock
 from specdec.worker.step_record import StepRecord
 from specdec.worker.weights import Weights
@@ -93,10 +93,7 @@ class ModelRunner:
         commit_rows(self.state, batch, verified)
         record = self._record(plan, infos, batch, verified, clock)
         if waits:
-            record.draft_token_ids = self._tracked_drafts(infos, batch)
-            record.logprobs = self.sampler.logprobs(raw, verified, infos)
-            record.prompt_logprobs = prompt_logprobs(self.model, self.state, infos, batch, hidden=hidden)
-            record.faults = advance_matchers(infos, [one.tokens for one in record.settle_emitted()])
+            self._wait(record, infos, verified, raw=raw, hidden=hidden)
         clock.mark()
         if self.proposer is not None:
             drafts = self._draft(self.proposer, plan, record, verified=verified, taps=taps)
@@ -128,6 +125,13 @@ class ModelRunner:
         if not self.downloads.is_late or (self.proposer is not None and self.proposer.traits.reads_host):
             return True
         return any(_reads_host(info) for info in infos)
+
+    def _wait(self, record: StepRecord, infos: list[RowInfo], verified: VerifyResult, *, raw: RawRows, hidden: torch.Tensor) -> None:
+        """Wait for what was emitted, and do what needs it before anybody drafts."""
+        record.draft_token_ids = self._tracked_drafts(infos, record.batch)
+        record.logprobs = self.sampler.logprobs(raw, verified, infos)
+        record.prompt_logprobs = prompt_logprobs(self.model, self.state, infos, record.batch, hidden=hidden)
+        record.faults = advance_matchers(infos, [one.tokens for one in record.settle_emitted()])
 
     def _settle_arrived(self) -> None:
         """Take in what has come from the device, without waiting."""
