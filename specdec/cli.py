@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -307,20 +308,50 @@ def doctor() -> None:
 
 @app.command()
 def bench(
-    url: Annotated[str, typer.Option(help="Base URL of a running OpenAI-compatible server.")] = "http://127.0.0.1:8000",
-    workload: Annotated[Literal["chat", "copy"], typer.Option(help="chat: questions; copy: texts to repeat and edit.")] = "chat",
-    concurrency: Annotated[int, typer.Option(help="Requests in flight (closed loop).", min=1)] = 1,
-    rate: Annotated[float | None, typer.Option(help="Requests a second with Poisson arrivals (open loop) instead.", min=0.001)] = None,
-    num_requests: Annotated[int, typer.Option(help="Requests to measure.", min=1)] = 16,
+    url: Annotated[
+        list[str] | None,
+        typer.Option(help="Base URL of a running OpenAI-compatible server; repeat to compare.", show_default="http://127.0.0.1:8000"),
+    ] = None,
+    label: Annotated[list[str] | None, typer.Option(help="A name for each --url, in the same order.", show_default="the URL")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="A model for each --url.", show_default="the first it lists")] = None,
+    workload: Annotated[
+        Literal["chat", "copy", "all"],
+        typer.Option(help="chat: questions; copy: texts to repeat and edit; all: both, one after the other."),
+    ] = "chat",
+    concurrency: Annotated[
+        list[int] | None, typer.Option(help="Requests in flight (closed loop). May repeat.", min=1, show_default="1")
+    ] = None,
+    rate: Annotated[
+        list[float] | None,
+        typer.Option(help="Requests a second, Poisson arrivals (open loop). May repeat.", min=0.001, show_default="none"),
+    ] = None,
+    num_requests: Annotated[int, typer.Option(help="Requests of each load and repeat.", min=1)] = 16,
+    repeats: Annotated[int, typer.Option(help="Times that each load is measured; servers take turns.", min=1)] = 1,
     max_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.", min=1)] = 128,
-    seed: Annotated[int, typer.Option(help="Order of the prompts and arrival times.")] = 0,
-    api_key: Annotated[str | None, typer.Option(help="Key to send, where the server wants one.")] = None,
+    warmup: Annotated[int, typer.Option(help="Prompts to warm each server up with; never measured ones.", min=0, max=32)] = 4,
+    skip: Annotated[int, typer.Option(help="Prompts that the servers answered before, so that none comes twice.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Arrival times.")] = 0,
+    api_key: Annotated[str | None, typer.Option(help="Key to send, where a server wants one.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="File to append the JSON line to.", show_default=False)] = None,
 ) -> None:
-    """Load a running server and print tokens a second, latencies and acceptance length."""
-    from specdec.tools.loadgen import Load, run_and_print
+    """Load running servers in turns and print tokens a second, latencies and acceptance length."""
+    from specdec.tools.bench import Plan
+    from specdec.tools.bench_command import run, sides_of
+    from specdec.tools.prompts import WORKLOADS
 
-    load = Load(workload=workload, concurrency=concurrency, rate=rate, num_requests=num_requests, max_tokens=max_tokens, seed=seed)
-    run_and_print(url, load, api_key=api_key)
+    plan = Plan(
+        workloads=WORKLOADS if workload == "all" else [workload],
+        concurrency=concurrency or ([] if rate else [1]),
+        rates=rate or [],
+        num_requests=num_requests,
+        repeats=repeats,
+        max_tokens=max_tokens,
+        warmup=warmup,
+        skip=skip,
+        seed=seed,
+    )
+    sides = sides_of(url or ["http://127.0.0.1:8000"], labels=label or [], models=model or [], api_key=api_key)
+    run(sides, plan, json_path=json_path)
 
 
 @app.command()

@@ -1,6 +1,6 @@
 """A client that measures: streams chat completions in a closed or an open loop and reads the server's counters.
 
-Owns: the load, the clock and the arithmetic of latencies. Must not know: which engine answers; it speaks HTTP.
+Owns: the load and the clock. Must not know: which engine answers; it speaks HTTP. Read next: samples.py for the figures.
 Tokens are the server's own count (usage), up to the end of the text.
 """
 
@@ -10,15 +10,15 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from statistics import median
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
 from specdec.errors import ConfigError
-from specdec.tools.prompts import Workload, prompts_for
+from specdec.tools.prompts import Workload
+from specdec.tools.samples import Sample, Summary, summarise
 
 READ_TIMEOUT_S = 600.0
 # Counter -> its names on /metrics: ours, vLLM's.
@@ -41,73 +41,21 @@ class Load:
     seed: int = 0
 
 
-@dataclass(slots=True)
-class Sample:
-    """One request. Times in seconds of one clock; event_s: when each piece of text came. error: why it does not count."""
-
-    start_s: float
-    event_s: list[float] = field(default_factory=list)
-    end_s: float = 0.0
-    num_tokens: int = 0
-    num_prompt_tokens: int = 0
-    error: str | None = None
-
-    @property
-    def ttft_s(self) -> float:
-        """Time to the first text."""
-        return self.event_s[0] - self.start_s
-
-    @property
-    def tpot_s(self) -> float | None:
-        """Decode time over the tokens after the first; None for an answer of one token."""
-        return (self.event_s[-1] - self.event_s[0]) / (self.num_tokens - 1) if self.num_tokens > 1 else None
-
-    @property
-    def itl_s(self) -> list[float]:
-        """Gaps between pieces of text. A piece holds several tokens when drafts were accepted, so gaps grow with speculation."""
-        return [later - sooner for sooner, later in zip(self.event_s, self.event_s[1:], strict=False)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
-    """Figures of one run. Rates in tokens per second, times in milliseconds. None: not measurable here."""
-
-    num_requests: int
-    num_errors: int
-    num_tokens: int
-    wall_s: float
-    tok_per_s: float
-    ttft_ms_p50: float | None
-    ttft_ms_p99: float | None
-    itl_ms_p50: float | None
-    itl_ms_p99: float | None
-    tpot_ms_p50: float | None
-    tpot_ms_p99: float | None
-    num_drafts: float | None = None
-    num_draft_tokens: float | None = None
-    num_accepted_tokens: float | None = None
-
-    @property
-    def acceptance_length(self) -> float | None:
-        """1 + accepted tokens per verify step that had drafts; None when nothing was drafted."""
-        return 1 + (self.num_accepted_tokens or 0) / self.num_drafts if self.num_drafts else None
-
-    @property
-    def acceptance_rate(self) -> float | None:
-        """Accepted over drafted tokens; None when nothing was drafted."""
-        return (self.num_accepted_tokens or 0) / self.num_draft_tokens if self.num_draft_tokens else None
-
-
 class Client:
     """One server under load. Use as an async context manager.
+
+    model: to ask for; none: the first that the server lists. extra_body: fields that every request carries besides.
 
     Raises:
         ConfigError: from `start`, when no server answers or it serves no model.
     """
 
-    def __init__(self, url: str, *, api_key: str | None = None) -> None:
+    def __init__(
+        self, url: str, *, api_key: str | None = None, model: str | None = None, extra_body: Mapping[str, Any] | None = None
+    ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        self.model = ""
+        self.model = model or ""
+        self._extra_body = dict(extra_body or {})
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self._http = httpx.AsyncClient(
@@ -125,7 +73,7 @@ class Client:
         """Ask for the model's name, which every request must carry."""
         try:
             response = await self._http.get("/v1/models")
-            self.model = str(response.raise_for_status().json()["data"][0]["id"])
+            self.model = self.model or str(response.raise_for_status().json()["data"][0]["id"])
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError, TypeError) as error:
             await self._http.aclose()
             raise ConfigError(
@@ -150,6 +98,7 @@ class Client:
             "max_tokens": max_tokens,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **self._extra_body,
         }
         try:
             async with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -225,40 +174,6 @@ def arrival_times(count: int, rate: float, *, seed: int) -> list[float]:
     return times[:count]
 
 
-def summarise(samples: Sequence[Sample], wall_s: float, counters: dict[str, float]) -> Summary:
-    """Return the figures of samples; those with an error count as errors only."""
-    good = [sample for sample in samples if sample.error is None]
-    num_tokens = sum(sample.num_tokens for sample in good)
-    ttft = [sample.ttft_s for sample in good]
-    itl = [gap for sample in good for gap in sample.itl_s]
-    tpot = [value for sample in good if (value := sample.tpot_s) is not None]
-    return Summary(
-        num_requests=len(samples),
-        num_errors=len(samples) - len(good),
-        num_tokens=num_tokens,
-        wall_s=wall_s,
-        tok_per_s=num_tokens / wall_s if wall_s > 0 else 0.0,
-        ttft_ms_p50=quantile_ms(ttft, 0.5),
-        ttft_ms_p99=quantile_ms(ttft, 0.99),
-        itl_ms_p50=quantile_ms(itl, 0.5),
-        itl_ms_p99=quantile_ms(itl, 0.99),
-        tpot_ms_p50=quantile_ms(tpot, 0.5),
-        tpot_ms_p99=quantile_ms(tpot, 0.99),
-        **{name: counters.get(name) for name in COUNTERS},
-    )
-
-
-def quantile_ms(seconds: Sequence[float], q: float) -> float | None:
-    """Return the q-quantile in milliseconds by linear interpolation; None of nothing."""
-    if not seconds:
-        return None
-    ordered = sorted(seconds)
-    place = q * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return 1000 * (ordered[low] + (place - low) * (ordered[high] - ordered[low]))
-
-
 def parse_counters(text: str) -> dict[str, float]:
     """Return counter -> value from a Prometheus page, summed over labels. Our names win where both families are exported."""
     sums: dict[str, float] = {}
@@ -271,35 +186,3 @@ def parse_counters(text: str) -> dict[str, float]:
         for counter, names in COUNTERS.items()
         if any(name in sums for name in names)
     }
-
-
-def middle(summaries: Sequence[Summary], name: str) -> tuple[float, float, float] | None:
-    """Return median, lowest and highest of a figure over repeats; None when no repeat has it."""
-    values = [value for summary in summaries if (value := getattr(summary, name)) is not None]
-    return (median(values), min(values), max(values)) if values else None
-
-
-def run_and_print(url: str, load: Load, *, api_key: str | None = None) -> None:
-    """Measure a server once and print a table and one JSON line: what `specdec bench` does."""
-    from dataclasses import asdict
-
-    from rich.console import Console
-    from rich.progress import Progress
-
-    async def go() -> tuple[Summary, str]:
-        prompts = prompts_for(load.workload, load.num_requests)
-        random.Random(load.seed).shuffle(prompts)
-        async with Client(url, api_key=api_key) as client:
-            with Progress(console=Console(stderr=True), transient=True) as bar:
-                task = bar.add_task(load.workload, total=len(prompts))
-                return await measure(client, prompts, load, on_done=lambda: bar.advance(task)), client.model
-
-    summary, model = asyncio.run(go())
-    arrivals = f"{load.concurrency} in flight" if load.rate is None else f"Poisson arrivals, {load.rate} a second"
-    print(f"{model}: {load.workload}, {arrivals}, {summary.num_requests} requests, {summary.num_errors} errors")
-    for name in ("tok_per_s", "ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99", "itl_ms_p50", "itl_ms_p99", "acceptance_length"):
-        value = getattr(summary, name)
-        print(f"  {name:<18} {'-' if value is None else f'{value:.2f}'}")
-    print(json.dumps({"model": model, **asdict(load), **asdict(summary), "acceptance_length": summary.acceptance_length}))
-    if summary.num_errors == summary.num_requests:
-        raise ConfigError("every request failed", hint="see the server's log")

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.arms import parse_arm
 from benchmarks.bench_server import main, parse_args, plan
-from benchmarks.figures import FIGURES, lower_bound, markdown, write_readme
+from benchmarks.figures import FIGURES, markdown, write_readme
 from specdec.errors import ConfigError
 from specdec.tools.prompts import warmup_prompts
 from tests.bench.fake_server import TOKENS_PER_ANSWER, fake_server
@@ -21,7 +21,7 @@ SMALL = ["--concurrency", "1", "2", "--num-requests", "2", "--repeats", "2", "--
 
 
 def test_no_prompt_is_used_twice_in_a_servers_life() -> None:
-    cells = plan(parse_args(["--concurrency", "1", "4", "--rate", "0.5", "--repeats", "3"]))
+    cells = plan(parse_args(["--concurrency", "1", "4", "--rate", "0.5", "--repeats", "3"])).cells()
     assert [(cell.load.workload, cell.load.concurrency, cell.load.rate) for cell in cells[:3]] == [
         ("chat", 1, None),
         ("chat", 4, None),
@@ -33,7 +33,7 @@ def test_no_prompt_is_used_twice_in_a_servers_life() -> None:
 
 def test_a_plan_without_enough_prompts_is_refused_before_measuring() -> None:
     with pytest.raises(ConfigError, match="chat has"):
-        plan(parse_args(["--workload", "chat", "--num-requests", "200", "--repeats", "2"]))
+        plan(parse_args(["--workload", "chat", "--num-requests", "200", "--repeats", "2"])).cells()
 
 
 def test_two_servers_get_the_same_prompts_and_one_json_line_comes_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,7 +60,7 @@ def test_two_servers_get_the_same_prompts_and_one_json_line_comes_out(tmp_path: 
 def test_failed_requests_fail_the_run_after_its_line_is_kept(tmp_path: Path) -> None:
     results = tmp_path / "server.jsonl"
     with fake_server() as server, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("benchmarks.bench_server.prompts_for", lambda *_, skip: [f"FAIL {skip}", "fine"])
+        patch.setattr("specdec.tools.bench.prompts_for", lambda *_, skip: [f"FAIL {skip}", "fine"])
         with pytest.raises(ConfigError, match="2 requests failed"):
             main(
                 [
@@ -137,16 +137,6 @@ def test_errors_of_the_program_are_two_lines() -> None:
     assert done.returncode == 1
     assert done.stderr.splitlines()[0].startswith("error: no model is served at http://127.0.0.1:9")
     assert "Traceback" not in done.stderr
-
-
-def test_the_lower_bound_is_students() -> None:
-    """Seven pairs: exp(mean - 2.447 s / sqrt(7)) of the logs, 2.447 being the quantile of Student's t with 6 degrees of freedom."""
-    ratios = [0.95, 1.02, 1.08, 0.99, 1.03, 0.97, 1.04]
-    bound = lower_bound(ratios)
-    assert bound is not None
-    assert abs(bound - 0.9703) < 5e-4
-    assert lower_bound(ratios[:4]) is None
-    assert lower_bound([1.0] * 30) == 1.0
 
 
 def test_an_arm_may_be_another_engine() -> None:
