@@ -71,6 +71,11 @@ class Browser:
     def write(self, selector: str, text: str) -> None:
         self.command(f"element/{self.find(selector)}/value", {"text": text})
 
+    def press(self, key: str) -> None:
+        """Press and release one of KEYS, wherever the focus is."""
+        strokes = [{"type": kind, "value": KEYS[key]} for kind in ("keyDown", "keyUp")]
+        self.command("actions", {"actions": [{"type": "key", "id": "keyboard", "actions": strokes}]})
+
     def devtools(self, name: str, **parameters: Any) -> Any:
         return self.command("goog/cdp/execute", {"cmd": name, "params": parameters})
 

@@ -85,19 +85,7 @@ def test_tabs_work_by_keyboard_and_charts_move(page: Browser, paced: Served) -> 
     ready(page, paced)
     page.run("document.getElementById('tab-chat').focus()")
     for _ in range(2):
-        page.run("return document.activeElement.id")
-        page.command(
-            "actions",
-            {
-                "actions": [
-                    {
-                        "type": "key",
-                        "id": "k",
-                        "actions": [{"type": "keyDown", "value": KEYS["right"]}, {"type": "keyUp", "value": KEYS["right"]}],
-                    }
-                ]
-            },
-        )
+        page.press("right")
     assert page.run("return document.activeElement.id") == "tab-charts"
     paced.post("/v1/completions", {"prompt": "abc", "max_tokens": 120, "ignore_eos": True})
     page.wait("return [...document.querySelectorAll('#charts output')].filter((o) => o.textContent !== '–').length === 8")
@@ -127,6 +115,68 @@ def test_a_phone_scrolls_in_one_direction_only_and_dark_mode_is_dark(page: Brows
     finally:
         page.devtools("Emulation.clearDeviceMetricsOverride")
         page.devtools("Emulation.setEmulatedMedia", features=[])
+
+
+TOO_PALE = """
+const channels = (text) => text.match(/[\\d.]+/g).map(Number);
+const light = ([r, g, b]) => [r, g, b].map((c) => c / 255).map((c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+  .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+const behind = (element) => {
+  const layers = [];
+  for (let at = element; at; at = at.parentElement) layers.push(channels(getComputedStyle(at).backgroundColor));
+  return layers.reverse().reduce((under, [r, g, b, a = 1]) => [r, g, b].map((c, i) => c * a + under[i] * (1 - a)), [255, 255, 255]);
+};
+return [...document.querySelectorAll('body *')].filter((e) => e.checkVisibility() && !e.disabled
+  && [...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim())).map((e) => {
+    const [a, b] = [light(channels(getComputedStyle(e).color)), light(behind(e))].sort((x, y) => y - x);
+    return [(a + 0.05) / (b + 0.05), e.outerHTML.slice(0, 80)];
+  }).filter(([ratio]) => ratio < 4.5);
+"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_text_on_the_page_can_be_read(page: Browser, paced: Served, scheme: str) -> None:
+    """Colours as they come out, coloured drafts on whatever lies behind them included: WCAG's 4.5 to 1."""
+    page.devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    try:
+        ready(page, paced)
+        page.click("#show-rejected")
+        page.write("#prompt", "hello" + KEYS["enter"])
+        page.wait("return !document.getElementById('send').disabled && document.querySelectorAll('#log .draft').length > 0")
+        for tab in ("chat", "race", "charts", "config"):
+            page.click(f"#tab-{tab}")
+            assert page.run(TOO_PALE) == [], tab
+        page.run("document.body.style.color = '#999'; document.body.style.background = '#aaa'")
+        assert page.run(TOO_PALE), "the measure sees a pale page"
+    finally:
+        page.devtools("Emulation.setEmulatedMedia", features=[])
+
+
+def test_every_control_is_named_reached_by_tab_and_shows_that_it_is(page: Browser, paced: Served) -> None:
+    """Names are those of the accessibility tree, which is what a screen reader says."""
+    ready(page, paced)
+    page.run("for (const e of document.querySelectorAll('details')) e.open = true")
+    roles = {"button", "tab", "textbox", "spinbutton", "checkbox"}
+    nodes = page.devtools("Accessibility.getFullAXTree")["nodes"]
+    controls = [node for node in nodes if not node["ignored"] and node["role"]["value"] in roles]
+    assert len(controls) >= 15
+    assert [node for node in controls if not node["name"]["value"].strip()] == []
+    wanted = (
+        "return [...document.querySelectorAll('#panel-chat button, #panel-chat input, #panel-chat textarea, #panel-chat summary')]"
+        ".filter((e) => !e.disabled && e.checkVisibility()).map((e) => e.id || e.textContent)"
+    )
+    focused = (
+        "const e = document.activeElement; const s = getComputedStyle(e);"
+        "return [e.id || e.textContent, s.outlineStyle !== 'none' && parseFloat(s.outlineWidth) > 0]"
+    )
+    page.run("document.getElementById('tab-chat').focus()")
+    reached = {}
+    for _ in range(40):
+        page.press("tab")
+        name, is_shown = page.run(focused)
+        reached[name] = is_shown
+    assert set(page.run(wanted)) <= set(reached)
+    assert [name for name in page.run(wanted) if not reached[name]] == [], "focus must be seen"
 
 
 def test_a_server_with_keys_asks_for_one_and_then_works(page: Browser) -> None:
