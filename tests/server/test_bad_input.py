@@ -165,6 +165,23 @@ def test_a_bad_chat_is_refused(served: Served, fields: dict[str, Any], param: st
     _check(served.http.post(served.url + CHAT, content=text, headers={"content-type": "application/json"}), param, part)
 
 
+@pytest.mark.slow
+def test_a_thousand_refusals_leave_nothing_behind(served: Served) -> None:
+    """Refused at admission means: no request, no block, no task, and the next answer is right."""
+    served.wait_idle()
+    pool, before = served.engine.core._scheduler.kv.pool, served.http.get(served.url + "/health").json()
+    texts = [json.dumps({"prompt": "abc"} | fields) for fields, _, _ in BAD_COMPLETIONS if "stream_options" not in fields]
+    for index in range(1000):
+        text = texts[index % len(texts)]
+        answer = served.http.post(served.url + COMPLETION, content=text, headers={"content-type": "application/json"})
+        assert answer.status_code == 400, text
+    assert served.engine.num_unfinished == 0
+    assert pool.num_free == pool.num_usable
+    assert served.http.get(served.url + "/health").json() == before
+    after = served.post(COMPLETION, {"prompt": "abc", "max_tokens": 20, "temperature": 0}).json()["choices"][0]["text"]
+    assert after == served.solo_text("abc", 20)
+
+
 def test_all_offenders_are_named_at_once(served: Served) -> None:
     body = {
         "prompt": "abc",
