@@ -6,6 +6,7 @@ Owns: that table. Must not know: how anything was measured. Read next: specdec/t
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,18 +48,18 @@ def markdown(line: dict[str, Any]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows) + f"\n\n{footer}\n{arms}."
 
 
-def write_readme(readme: Path, results: Path, marks: Marks = FIGURES) -> None:
-    """Replace what stands between the marks by the newest line of results.
+def write_readme(readme: Path, results: Path, marks: Marks = FIGURES, table_of: Callable[[dict[str, Any]], str] = markdown) -> None:
+    """Replace what stands between the marks by a table of the newest line of results.
 
     Raises:
         ConfigError: no results, or no marks.
     """
     lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
     if not lines:
-        raise ConfigError(f"{results} holds no results", hint="run benchmarks/bench_server.py first")
+        raise ConfigError(f"{results} holds no results", hint="measure first, without --readme")
     text = readme.read_text(encoding="utf-8")
     if marks.begin not in text or marks.end not in text:
         raise ConfigError(f"{readme} lacks the marks {marks.begin} and {marks.end}", hint="put them where the table belongs")
     head, _, rest = text.partition(marks.begin)
-    table = markdown(json.loads(lines[-1]))
+    table = table_of(json.loads(lines[-1]))
     readme.write_text(f"{head}{marks.begin}\n{table}\n{marks.end}{rest.partition(marks.end)[2]}", encoding="utf-8")
