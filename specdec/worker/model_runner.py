@@ -54,21 +54,14 @@ class ModelRunner:
         self._on_their_way: deque[StepRecord] = deque()  # handed to the device and not settled, oldest first
         self._num_steps = 0
         self._taps: tuple[Tap, ...] = proposer.traits.taps if proposer else ()
+        # Of the newest step. The engine's thread reads them while the next step changes what they are counted from.
+        self.drafter_bytes = 0  # host memory of a proposer that grows with what it reads
+        self.drafter_faults: Mapping[str, int] = {}  # faults of the user's own code by kind
 
     @property
     def corpora(self) -> Any:
         """The proposer's shelf of texts to draft from, where it has one."""
         return getattr(self.proposer, "corpora", None)
-
-    @property
-    def drafter_bytes(self) -> int:
-        """Host memory of a proposer that grows with what it reads."""
-        return int(getattr(self.proposer, "num_bytes", 0))
-
-    @property
-    def drafter_faults(self) -> Mapping[str, int]:
-        """Faults of the user's own code by kind."""
-        return dict(getattr(self.proposer, "faults", {}))
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> StepResult:
@@ -77,6 +70,7 @@ class ModelRunner:
         self._settle_arrived()
         self._apply(plan)
         if not plan.num_scheduled_tokens:
+            self._count_drafter()
             return ModelRunnerOutput(results={}, epoch=plan.epoch, num_rows=0)
         waits = self._waits([self.state.infos[request_id] for request_id in plan.num_scheduled_tokens])
         if waits:
@@ -99,6 +93,7 @@ class ModelRunner:
             drafts = self._draft(self.proposer, plan, record, verified=verified, taps=taps)
             self._keep(drafts, record, waits=waits)
         clock.mark()
+        self._count_drafter()
         if waits:
             return record.result()
         self._on_their_way.append(record)
@@ -119,6 +114,10 @@ class ModelRunner:
         if admitted and self.proposer is not None:
             infos = [AdmitInfo(new.request_id, new.token_ids, new.tenant, new.sampling) for new in plan.new]
             self.proposer.admit([info.row for info in admitted], infos)
+
+    def _count_drafter(self) -> None:
+        self.drafter_bytes = int(getattr(self.proposer, "num_bytes", 0))
+        self.drafter_faults = dict(getattr(self.proposer, "faults", {}))
 
     def _waits(self, infos: Sequence[RowInfo]) -> bool:
         """Whether this step's own results are needed before it can end. On a CPU they are there anyway."""
