@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import engines
 from benchmarks.arms import machine, spawned
+from benchmarks.bf16_gguf import as_bf16
 from benchmarks.compare_table import MARKS, markdown
 from benchmarks.engines import Engine
 from benchmarks.figures import write_readme
@@ -48,32 +48,14 @@ def chosen(args: argparse.Namespace) -> list[Engine]:
     if args.llama_cpp:
         program = args.llama_cpp / "build" / "bin" / "llama-server"
         slots = max(args.concurrency)
-        found += engines.llama_cpp(program, as_bf16(args.llama_cpp, model), "bf16", slots=slots)
+        bf16 = as_bf16(embedded_gguf(), args.llama_cpp / "smollm2-135m-instruct-bf16.gguf")
+        found += engines.llama_cpp(program, bf16, "bf16", slots=slots)
         found += engines.llama_cpp(program, embedded_gguf(), "Q4_1", slots=slots)
     if args.vllm:
         found += engines.vllm(args.vllm, model)
     if not args.no_transformers:
         found += engines.transformers(model)
     return found
-
-
-def as_bf16(llama_cpp: Path, model: str) -> Path:
-    """Return the model's weights as a GGUF file in bfloat16, which llama.cpp's own converter writes once beside its build.
-
-    Raises:
-        ConfigError: the converter fails; the message holds its last words.
-    """
-    path = llama_cpp / "smollm2-135m-instruct-bf16.gguf"
-    if not path.exists():
-        converter = str(llama_cpp / "source" / "convert_hf_to_gguf.py")
-        fresh = path.with_suffix(".part")
-        command = [sys.executable, converter, model, "--outtype", "bf16", "--outfile", str(fresh)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            said = "\n".join(done.stderr.splitlines()[-5:])
-            raise ConfigError(f"{converter} failed:\n{said}", hint="run scripts/install-llama-cpp again")
-        fresh.rename(path)
-    return path
 
 
 def measure(found: Sequence[Engine], cells: Sequence[Cell], plan: Plan) -> dict[str, str]:

@@ -131,16 +131,6 @@ def test_the_table_keeps_losses() -> None:
     assert "- other: `a --b`" in text
 
 
-def test_a_converter_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.undo()
-    (tmp_path / "source").mkdir()
-    (tmp_path / "source" / "convert_hf_to_gguf.py").write_text("raise SystemExit('no such architecture')", encoding="utf-8")
-    with pytest.raises(ConfigError, match="no such architecture"):
-        compare.as_bf16(tmp_path, "model")
-    (tmp_path / "smollm2-135m-instruct-bf16.gguf").touch()
-    assert compare.as_bf16(tmp_path, "model").exists()
-
-
 def test_the_readme_of_this_repository_has_the_block() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert text.index(compare.MARKS.begin) < text.index(compare.MARKS.end)
