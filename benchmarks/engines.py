@@ -59,7 +59,7 @@ def transformers(model: str) -> list[Engine]:
 def vllm(environment: Path, model: str) -> list[Engine]:
     """Return vLLM's CPU build of an environment made by scripts/install-vllm, without and with its n-gram lookup."""
     serve = [str(environment / "bin" / "vllm"), "serve", model, "--dtype", "bfloat16", "--max-model-len", str(MAX_LEN)]
-    serve += ["--no-enable-prefix-caching", "--max-num-seqs", "64"]
+    serve += ["--no-enable-prefix-caching", "--max-num-seqs", "64", "--gpu-memory-utilization", "0.4"]  # of the memory, on a CPU
     return [
         _other("vLLM", serve, "bf16"),
         _other("vLLM, n-gram", [*serve, "--speculative-config", json.dumps(VLLM_LOOKUP)], "bf16", "n-gram lookup"),
