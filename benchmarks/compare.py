@@ -73,7 +73,7 @@ def measure(found: Sequence[Engine], cells: Sequence[Cell], plan: Plan) -> dict[
             if engine is found[0]:
                 raise
             print(error.message, file=sys.stderr)
-            failures[engine.arm.label] = error.message.splitlines()[0]
+            failures[engine.arm.label] = error.message.splitlines()[-1].strip()  # the end of its log
             for cell in cells:
                 cell.runs.pop(engine.arm.label, None)  # half a row misleads
     return failures

@@ -58,7 +58,9 @@ def transformers(model: str) -> list[Engine]:
 
 def vllm(environment: Path, model: str) -> list[Engine]:
     """Return vLLM's CPU build of an environment made by scripts/install-vllm, without and with its n-gram lookup."""
-    serve = [str(environment / "bin" / "vllm"), "serve", model, "--dtype", "bfloat16", "--max-model-len", str(MAX_LEN)]
+    # Not `vllm serve`: the CPU build has another package name than the one whose version that command asks for.
+    program = [str(environment / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"]
+    serve = [*program, "--model", model, "--dtype", "bfloat16", "--max-model-len", str(MAX_LEN)]
     serve += ["--no-enable-prefix-caching", "--max-num-seqs", "64", "--gpu-memory-utilization", "0.4"]  # of the memory, on a CPU
     return [
         _other("vLLM", serve, "bf16"),
