@@ -29,7 +29,7 @@ TOPICS = (
     "the migration of birds", "job interviews", "the theory of evolution", "knitting a scarf",
 )  # fmt: skip
 WARMUP_TOPICS = ("juggling", "the moons of Jupiter", "making paper", "lighthouses")
-QUESTIONS = (
+FIRST_QUESTIONS = (
     "Explain {} to someone who has never heard about it.",
     "What are three common mistakes people make with {}, and how can they be avoided?",
     "Write a short story in which {} plays the main part.",
@@ -39,6 +39,29 @@ QUESTIONS = (
     "List five surprising facts about {}.",
     "Tell me about the history of {} in one paragraph.",
 )
+LATER_QUESTIONS = (  # of prompts behind those of the first questions, so that these keep their places
+    "My grandmother asked me what {} is about. Help me answer her.",
+    "Argue for or against spending a whole school year on {}.",
+    "Plan a radio programme of thirty minutes about {}.",
+    "Which five books, real or imagined, would you write about {}, and why?",
+    "Prepare me for a debate in which I must defend {}.",
+    "Picture a city that is built around {}. What is daily life like there?",
+    "Put the most important events around {} in order and say why each mattered.",
+    "Draft the opening paragraph of a travel diary that begins with {}.",
+    "A friend says that {} is boring. Change their mind in four sentences.",
+    "Which skills does one need for {}, and how does one practise each?",
+    "Name the hardest thing about {} and suggest how to deal with it.",
+    "Turn what you know about {} into rules for a board game.",
+    "Outline a lesson of forty-five minutes on {} for children of ten.",
+    "Invent a character whose whole life changed because of {}.",
+    "Walk me through a first afternoon with {}, step by step.",
+    "Ask me six questions to find out how much I know about {}.",
+    "In what ways has {} changed over the last fifty years?",
+    "Which everyday objects have something to do with {}? Explain how.",
+    "Please settle an argument: is {} more an art or a science?",
+    "Pretend that you are a museum guide in a room about {}. Welcome the visitors.",
+)
+QUESTIONS = (*FIRST_QUESTIONS, *LATER_QUESTIONS)
 
 NAMES = ("Amira", "Bogdan", "Chiara", "Dmitri", "Elena", "Farid", "Greta", "Hiroshi", "Ines", "Jonas", "Katya", "Lorenzo", "Maren", "Nadia")
 ROLES = ("the gardener", "the engineer", "a young teacher", "the captain", "our neighbour", "the old baker", "a visitor", "the librarian")
@@ -77,32 +100,37 @@ ENDINGS = (
 VARIABLES = ("total", "values", "result", "counter", "items", "buffer", "price", "weight", "offset", "score", "length", "limit")
 
 
+def num_prompts(workload: Workload) -> int:
+    """Return how many distinct prompts a workload has."""
+    return len(TOPICS) * len(QUESTIONS) if workload == "chat" else COPY_PROMPTS
+
+
 def prompts_for(workload: Workload, count: int, *, skip: int = 0) -> list[str]:
     """Return `count` distinct prompts after the first `skip`, in an order that never changes.
 
     Raises:
         ConfigError: the workload has fewer prompts than that.
     """
-    available = len(TOPICS) * len(QUESTIONS) if workload == "chat" else COPY_PROMPTS
+    available = num_prompts(workload)
     if skip + count > available:
         raise ConfigError(
             f"{count} prompts after {skip} are asked for, but {workload} has {available}", hint="measure fewer requests or cells"
         )
     if workload == "chat":
-        return _chat(TOPICS)[skip : skip + count]
+        return [*_chat(TOPICS, FIRST_QUESTIONS), *_chat(TOPICS, LATER_QUESTIONS)][skip : skip + count]
     return [_copy_prompt(random.Random(f"copy {index}"), index) for index in range(skip, skip + count)]
 
 
 def warmup_prompts(workload: Workload, count: int) -> list[str]:
     """Return prompts of the same kind that `prompts_for` never returns; at most 32 of them."""
     if workload == "chat":
-        return _chat(WARMUP_TOPICS)[:count]
+        return _chat(WARMUP_TOPICS, FIRST_QUESTIONS)[:count]
     return [_copy_prompt(random.Random(f"warm-up {index}"), index) for index in range(min(count, 32))]
 
 
-def _chat(topics: Sequence[str]) -> list[str]:
+def _chat(topics: Sequence[str], questions: Sequence[str]) -> list[str]:
     """Every question about every topic, shuffled, so that neighbours differ in both."""
-    prompts = [question.format(topic) for topic in topics for question in QUESTIONS]
+    prompts = [question.format(topic) for topic in topics for question in questions]
     random.Random(len(topics)).shuffle(prompts)
     return prompts
 

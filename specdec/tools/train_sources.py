@@ -18,7 +18,7 @@ from specdec.engine.llm import LLM
 from specdec.engine.tokenizer import Tokenizer
 from specdec.errors import ConfigError, RequestRejected
 from specdec.sampling_params import SamplingParams
-from specdec.tools.prompts import QUESTIONS, TOPICS, prompts_for
+from specdec.tools.prompts import num_prompts, prompts_for
 from specdec.tools.train_prompts import Conversation, Turn, built_in_prompts
 
 SELF_WRITTEN = 0.6  # of the prompts, before those that turn out badly are dropped
@@ -81,7 +81,7 @@ class OwnSource:
 
     def __init__(self, llm: LLM, frame: Frame) -> None:
         self._llm, self._frame = llm, frame
-        self._measured = frozenset(prompts_for("chat", len(TOPICS) * len(QUESTIONS)))  # never trained on, whoever writes them
+        self._measured = frozenset(prompts_for("chat", num_prompts("chat")))  # never trained on, whoever writes them
 
     def take(self, count: int, *, asked: Set[str], passages: Sequence[str], rng: random.Random) -> list[Conversation]:
         """As PromptSource says; never []."""

@@ -33,7 +33,7 @@ def test_no_prompt_is_used_twice_in_a_servers_life() -> None:
 
 def test_a_plan_without_enough_prompts_is_refused_before_measuring() -> None:
     with pytest.raises(ConfigError, match="chat has"):
-        plan(parse_args(["--workload", "chat", "--num-requests", "200", "--repeats", "2"])).cells()
+        plan(parse_args(["--workload", "chat", "--num-requests", "700", "--repeats", "2"])).cells()
 
 
 def test_two_servers_get_the_same_prompts_and_one_json_line_comes_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

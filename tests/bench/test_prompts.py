@@ -5,19 +5,26 @@ from __future__ import annotations
 import pytest
 
 from specdec.errors import ConfigError
-from specdec.tools.prompts import COPY_PROMPTS, MAX_WORDS, MIN_WORDS, QUESTIONS, TOPICS, WORKLOADS, Workload, prompts_for, warmup_prompts
+from specdec.tools.prompts import MAX_WORDS, MIN_WORDS, TOPICS, WORKLOADS, Workload, num_prompts, prompts_for, warmup_prompts
 
-NUM_CHAT = len(TOPICS) * len(QUESTIONS)
+NUM_CHAT = num_prompts("chat")
 
 
 def test_there_are_enough_prompts() -> None:
     assert len(TOPICS) >= 40
-    assert NUM_CHAT >= 160
-    assert COPY_PROMPTS >= 80
+    assert NUM_CHAT >= 1300, "a dozen pairs at 1 to 32 requests in flight"
+    assert num_prompts("copy") >= 80
 
 
-@pytest.mark.parametrize(("workload", "count"), [("chat", NUM_CHAT), ("copy", COPY_PROMPTS)])
-def test_no_prompt_comes_twice_and_warm_up_is_apart(workload: Workload, count: int) -> None:
+def test_the_prompts_of_earlier_results_keep_their_places() -> None:
+    first, *_, last = prompts_for("chat", 384)
+    assert first == "Give me a plan, week by week, for getting to know learning Spanish in one month."
+    assert last == "Explain cooking rice to someone who has never heard about it."
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_no_prompt_comes_twice_and_warm_up_is_apart(workload: Workload) -> None:
+    count = num_prompts(workload)
     prompts = prompts_for(workload, count)
     warm = warmup_prompts(workload, 32)
     assert len(set(prompts)) == count

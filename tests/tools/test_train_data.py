@@ -67,7 +67,7 @@ def _user(text: str) -> tuple[Turn, ...]:
 
 
 def test_what_is_trained_on_is_not_measured_with() -> None:
-    measured = set(prompts.prompts_for("chat", 384)) | set(prompts.prompts_for("copy", 200))
+    measured = set(prompts.prompts_for("chat", prompts.num_prompts("chat"))) | set(prompts.prompts_for("copy", 200))
     assert not set(TOPICS) & {*prompts.TOPICS, *prompts.WARMUP_TOPICS}
     assert not set(TEMPLATES) & set(prompts.QUESTIONS)
     told = [turn.content for talk in islice(built_in_prompts(1), 5000) for turn in talk]
