@@ -30,11 +30,29 @@ app = typer.Typer(
     add_completion=False, no_args_is_help=True, rich_markup_mode="rich", help="A serving engine whose subject is speculative decoding."
 )
 app.add_typer(train_app, name="train")
-MODEL, CACHE, SCHEDULER, SPECULATION, SERVER, TEST = "Model", "Cache", "Scheduler", "Speculation", "Server", "Test"
+MODEL, CACHE, SCHEDULER, EXECUTION, SPECULATION, SERVER, TEST = (
+    "Model",
+    "Cache",
+    "Scheduler",
+    "Execution",
+    "Speculation",
+    "Server",
+    "Test",
+)
 
 
 def _opt(*names: str, group: str, help: str, **more: Any) -> Any:
     return typer.Option(*names, rich_help_panel=group, help=help, **more)
+
+
+def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
+    """Read `1,2,4`; spaces separate too."""
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.replace(",", " ").split())
+    except ValueError:
+        raise ConfigError(f"{option} is {text!r}, but it must be whole numbers", hint=f"write {option} 1,2,4,8") from None
 
 
 def _read_config_file(ctx: typer.Context, path: str | None) -> str | None:
@@ -102,6 +120,19 @@ def serve(
     async_scheduling: Annotated[
         bool, _opt("--async-scheduling/--no-async-scheduling", group=SCHEDULER, help="Plan a step while the one before runs.")
     ] = True,
+    enforce_eager: Annotated[bool, _opt("--enforce-eager", group=EXECUTION, help="Capture no CUDA graphs.")] = False,
+    cudagraph_capture_sizes: Annotated[
+        str | None,
+        _opt(
+            "--cudagraph-capture-sizes",
+            "--cuda-graph-sizes",
+            group=EXECUTION,
+            help="Query rows of the steps to capture as CUDA graphs, separated by commas.",
+        ),
+    ] = None,
+    attention_backend: Annotated[
+        str, _opt("--attention-backend", group=EXECUTION, help="auto, triton, sdpa or flashinfer, or vLLM's name of it; GPUs only.")
+    ] = "auto",
     speculative_config: Annotated[
         str | None,
         _opt("--speculative-config", "-sc", group=SPECULATION, help="JSON with vLLM's keys; also --speculative-config.KEY VALUE."),
@@ -181,7 +212,7 @@ def serve(
     ] = None,
 ) -> None:
     """Start an OpenAI-compatible server. Without arguments: the embedded model, speculation on, port 8000."""
-    from specdec.config.engine import EMBEDDED_MODEL, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+    from specdec.config.engine import EMBEDDED_MODEL, CacheConfig, EngineConfig, ExecutionConfig, ModelConfig, SchedulerConfig
     from specdec.server.options import ServerOptions
     from specdec.tools.api_keys import collect_keys
     from specdec.tools.serve import Listen, SpeculationFlags
@@ -213,6 +244,11 @@ def serve(
             policy=scheduling_policy,
             max_waiting=max_waiting,
             async_scheduling=async_scheduling,
+        ),
+        execution=ExecutionConfig(
+            enforce_eager=enforce_eager,
+            cudagraph_capture_sizes=_numbers("--cudagraph-capture-sizes", cudagraph_capture_sizes),
+            attention_backend=ExecutionConfig.backend_named(attention_backend),
         ),
     )
     start(

@@ -6,7 +6,7 @@ Owns: engine options and their static ranges. Must not know: checkpoints (resolv
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from specdec.config.methods import MethodTraits
 from specdec.errors import ConfigError
@@ -18,6 +18,8 @@ EMBEDDED_MODEL = "smollm2-135m-instruct"
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
 QueuePolicy = Literal["fcfs", "priority"]
+AttentionBackend = Literal["auto", "triton", "sdpa", "flashinfer"]
+_VLLM_BACKENDS = {"triton_attn": "triton", "torch_sdpa": "sdpa"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +83,36 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutionConfig:
+    """How a GPU runs a step. cudagraph_capture_sizes: query rows of the steps to capture, None for a list of the engine's own."""
+
+    enforce_eager: bool = False
+    cudagraph_capture_sizes: tuple[int, ...] | None = None
+    attention_backend: AttentionBackend = "auto"
+
+    @staticmethod
+    def backend_named(name: str) -> AttentionBackend:
+        """Return the attention backend of a name as written here or, in capitals, in vLLM.
+
+        Raises:
+            ConfigError: there is none of this name.
+        """
+        lower = name.lower()
+        backend = _VLLM_BACKENDS.get(lower, lower)
+        if backend not in get_args(AttentionBackend):
+            known = ", ".join(get_args(AttentionBackend))
+            raise ConfigError(f"attention_backend is {name!r}, which specdec does not have", hint=f"use one of {known}")
+        return cast("AttentionBackend", backend)
+
+    def __post_init__(self) -> None:
+        _one_of("attention_backend", self.attention_backend, get_args(AttentionBackend))
+        sizes = self.cudagraph_capture_sizes
+        _require("cudagraph_capture_sizes", sizes, sizes is None or (len(sizes) > 0 and min(sizes) >= 1), "be numbers of rows, at least 1")
+        if sizes is not None and self.enforce_eager:
+            raise ConfigError(f"cudagraph_capture_sizes is {sizes!r}, but enforce_eager captures nothing", hint="drop one of the two")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """The whole engine as asked for. `speculative` None means plain decoding.
 
@@ -91,6 +123,7 @@ class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    execution: ExecutionConfig = field(default_factory=ExecutionConfig)
     speculative: SpeculativeConfig | None = None
     device: Device = "auto"
     suffix_share_responses: bool = False

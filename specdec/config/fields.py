@@ -38,6 +38,7 @@ class SpeculativeBase(BaseModel):
 
     num_speculative_tokens_per_batch_size: (first, last, drafts) by number of requests in a step, both ends included.
     synthetic_acceptance_rates: probability that the first i drafts are all accepted, i = 1..num_speculative_tokens.
+    enforce_eager: true keeps drafting out of CUDA graphs; else it follows the target, whose --enforce-eager keeps both out.
     policy: `adaptive` lets the engine choose the length by load and acceptance. Entropies are in nats.
 
     Raises:
@@ -93,8 +94,6 @@ class SpeculativeBase(BaseModel):
                     "is a fixed table, which policy `adaptive` overrules",
                     "drop one of the two",
                 )
-        if self.enforce_eager is False:
-            refuse("enforce_eager", "is false, but drafting runs without graphs here, so it can only be true", "leave it out")
         return self
 
 

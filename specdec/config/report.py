@@ -11,11 +11,11 @@ from typing import Any, Literal, cast
 
 from pydantic.fields import FieldInfo
 
-from specdec.config.engine import CacheConfig, EngineConfig, ModelConfig, ReportRow, SchedulerConfig
+from specdec.config.engine import CacheConfig, EngineConfig, ExecutionConfig, ModelConfig, ReportRow, SchedulerConfig
 from specdec.config.fields import SpeculativeBase, idle_fields
 
 Source = Literal["user", "checkpoint", "default", "derived"]
-SECTIONS: dict[str, type] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
+SECTIONS: dict[str, type] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "execution": ExecutionConfig}
 
 
 def asked_rows(engine: EngineConfig, sources: Mapping[str, str] | None = None) -> list[ReportRow]:

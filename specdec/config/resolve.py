@@ -11,12 +11,13 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from specdec.config import report
 from specdec.config.checkpoints import Target, eos_token_ids, read_target
-from specdec.config.engine import EngineConfig, ReportRow, ResolvedConfig
+from specdec.config.engine import EngineConfig, ExecutionConfig, ReportRow, ResolvedConfig
 from specdec.config.methods import MethodTraits, traits_for
 from specdec.config.resolve_draft import Draft, resolve_draft
 from specdec.config.speculative import SpeculativeConfig, default_speculative
@@ -27,6 +28,7 @@ logger = get_logger(__name__)
 
 VARIABLES = (LEVEL_VARIABLE, "SPECDEC_KERNELS")  # the only environment variables that change anything, secrets apart
 SECRETS = ("SPECDEC_API_KEYS",)  # read by the server; never part of the report
+_PACKAGES = {"flashinfer": "flashinfer"}  # attention backend -> package that it needs
 __all__ = ["default_speculative", "probe_device", "probe_dtype", "resolve"]
 
 
@@ -41,6 +43,7 @@ def resolve(engine: EngineConfig, *, sources: Mapping[str, str] | None = None) -
     _warn_unknown_variables(os.environ)
     target = read_target(engine.model)
     device = probe_device(engine.device)
+    _check_execution(engine.execution, device)
     dtype = _resolve_dtype(engine.model.dtype, device)
     max_model_len, len_source = _resolve_max_model_len(engine.model.max_model_len, target.keys)
     draft = resolve_draft(engine.speculative, target, max_model_len) if engine.speculative is not None else None
@@ -137,6 +140,20 @@ def _warn_unknown_variables(environ: Mapping[str, str]) -> None:
         if name.startswith("SPECDEC_") and name not in VARIABLES + SECRETS:
             close = difflib.get_close_matches(name, VARIABLES + SECRETS, n=1)
             warn_once(logger, "environment variable %s has no effect%s", name, f": did you mean {close[0]}?" if close else "")
+
+
+def _check_execution(execution: ExecutionConfig, device: str) -> None:
+    """Refuse what only a GPU has, and a backend whose package is missing."""
+    backend, sizes = execution.attention_backend, execution.cudagraph_capture_sizes
+    if device == "cpu" and sizes is not None:
+        raise ConfigError(f"cudagraph_capture_sizes is {sizes!r}, but a CPU has no CUDA graphs", hint="leave it out")
+    if device == "cpu" and backend != "auto":
+        message = f"attention_backend is {backend!r}, but on a CPU attention is part of the compiled layers"
+        raise ConfigError(message, hint="leave it out, or serve on a GPU")
+    package = _PACKAGES.get(backend)
+    if package is not None and find_spec(package) is None:
+        message = f"attention_backend is {backend!r}, but the package {package} is not installed"
+        raise ConfigError(message, hint="pip install flashinfer-python, or leave the option out for the kernels of specdec")
 
 
 def _resolve_dtype(asked: str, device: str) -> str:

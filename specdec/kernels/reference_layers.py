@@ -70,10 +70,11 @@ def paged_attention(
             request's own query are False.
         window: a row sees only the last `window` positions up to its own; None for all. In a tree a row's position is the
             context plus its number of ancestors, wherever its slot lies.
-        device_lens: (cu_query_lens [R+1], seq_lens [R]) int32, where the host knows no more than bounds of seq_lens.
+        device_lens: (cu_query_lens [R+1], seq_lens [R]) int32, where the host knows no more than bounds of both lengths. Rows past
+            the last request's are padding, and what is returned for them is not to be read.
     """
     if device_lens is not None:
-        seq_lens = tuple(device_lens[1].tolist())
+        query_lens, seq_lens = tuple(device_lens[0].diff().tolist()), tuple(device_lens[1].tolist())
     out = torch.empty_like(query)
     group = query.shape[1] // k_cache.shape[2]
     block_size, start = k_cache.shape[1], 0

@@ -10,12 +10,13 @@ import ctypes
 import math
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
+Attend: TypeAlias = Callable[..., torch.Tensor]  # paged_attention of kernels/reference_layers.py, whoever computes it
 KVPair: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # each [num_blocks, block_size, num_kv_heads, head_dim]
 
 
@@ -26,7 +27,8 @@ class AttentionMetadata:
     cu_query_lens [R+1] int32, seq_lens [R] int32 (context + query), block_table [R, B] int32, slot_mapping [N] int64.
     tree_mask: None for chains (causal inside the query), else [N, Q] bool with Q the longest query: row n may attend
     the j-th query row of its own request. is_causal False: every query row sees the whole query (block drafters).
-    seq_lens_cpu: bounds of seq_lens where a device runs behind the host, else the same numbers.
+    Lengths that end in _cpu are bounds where a device runs behind the host or replays a capture, else the same numbers.
+    paged_attention: the backend that was asked for, None for the device's own.
     """
 
     cu_query_lens: torch.Tensor
@@ -37,6 +39,7 @@ class AttentionMetadata:
     seq_lens_cpu: tuple[int, ...]
     tree_mask: torch.Tensor | None = None
     is_causal: bool = True
+    paged_attention: Attend | None = None
 
     @property
     def device_lens(self) -> tuple[torch.Tensor, torch.Tensor]:

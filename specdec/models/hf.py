@@ -90,7 +90,7 @@ def attend_paged(
     k_cache, v_cache = step.kv[layer]
     meta = step.meta
     step.ops.store_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), k_cache, v_cache, meta.slot_mapping)
-    attended = step.ops.paged_attention(
+    attended = (meta.paged_attention or step.ops.paged_attention)(
         query[0].transpose(0, 1).contiguous(),
         k_cache,
         v_cache,
@@ -117,6 +117,8 @@ class HfModel:
         ConfigError: the architecture keeps state outside the KV cache or needs more of attention than is implemented,
             a weight is missing, unexpected or of another shape, or the trial disagrees with the model's own attention.
     """
+
+    is_capturable = False  # other people's code may wait for the device
 
     def __init__(self, model_path: str, hf_config: Any, *, dtype: torch.dtype, device: torch.device, max_model_len: int) -> None:
         from specdec.models.hf_trial import check_config, run_trial

@@ -107,7 +107,7 @@ class Attention:
 
 def attend(ops: Any, query: torch.Tensor, kv: KVPair, meta: AttentionMetadata, *, scale: float, window: int | None) -> torch.Tensor:
     """Attention of query [N, Hq, Dh] over the paged cache as the metadata says."""
-    attended: torch.Tensor = ops.paged_attention(
+    attended: torch.Tensor = (meta.paged_attention or ops.paged_attention)(
         query,
         *kv,
         query_lens=meta.query_lens_cpu,
@@ -147,6 +147,8 @@ class DecoderLayer:
 
 class LlamaModel:
     """The target: embedding, decoder layers, final norm, head."""
+
+    is_capturable = True
 
     def __init__(self, hf_config: Any, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, max_model_len: int) -> None:
         self.config = hf_config

@@ -22,6 +22,7 @@ class TargetModel(Protocol):
     config: Any
     dtype: torch.dtype
     device: torch.device
+    is_capturable: bool  # whether forward only queues work, so that a CUDA graph may hold it
 
     @property
     def num_layers(self) -> int:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from specdec.config.engine import ResolvedConfig
+    from specdec.kernels.graphs import CapturePlan
     from specdec.sampling_params import SamplingParams
 
 
@@ -171,6 +172,7 @@ class DraftRail:
     the target's, so a prefix hit finds draft KV where `propose` left no hole below num_computed. target_kv: the target's
     caches, read only except for slots from the anchor on, which the next target pass overwrites.
     build_attention(query_lens=, seq_lens=, block_table=, slot_mapping=, tree_mask=None, is_causal=True) -> AttentionMetadata.
+    capture: how parts of drafting are captured as CUDA graphs, where they are (proposers/device_chain.py).
     sample_target(logits [L, V], rows [L], positions [L]) -> [L] int64 draws from the target's law with the target's own noise.
     """
 
@@ -184,6 +186,7 @@ class DraftRail:
     target_kv: Sequence[tuple[torch.Tensor, torch.Tensor]]
     target: TargetHandle
     build_attention: Callable[..., Any]
+    capture: CapturePlan
     sample_target: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 

@@ -43,7 +43,6 @@ REFUSED = {
     "--hf-overrides": "edit config.json of a local copy of the model instead",
     "--generation-config": "sampling defaults are OpenAI's; send temperature and top_p with the request",
     "--override-generation-config": "sampling defaults are OpenAI's; send temperature and top_p with the request",
-    "--attention-backend": "the device decides; see `specdec doctor`",
     "--compilation-config": _NOT_BUILT,
     "-O": _NOT_BUILT,
     "--num-speculative-tokens": "say --spec-tokens",

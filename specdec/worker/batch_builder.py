@@ -11,7 +11,7 @@ import torch
 
 from specdec.kernels.dispatch import kernel
 from specdec.kernels.transfers import upload
-from specdec.models.attention import AttentionMetadata, build_tree_mask
+from specdec.models.attention import Attend, AttentionMetadata, build_tree_mask
 from specdec.scheduler.output import SchedulerOutput
 from specdec.worker.input_batch import InputBatch
 from specdec.worker.request_state import RequestState, RowInfo
@@ -76,7 +76,7 @@ def _drafts_at_hand(info: RowInfo, planned: int, block_size: int) -> int:
     return max(min(planned, info.num_drafts, num_slots_behind_anchor), 0)
 
 
-def attention_metadata(batch: InputBatch, infos: list[RowInfo]) -> AttentionMetadata:
+def attention_metadata(batch: InputBatch, infos: list[RowInfo], paged_attention: Attend | None = None) -> AttentionMetadata:
     """Describe the batch's keys to the attention layers."""
     tree_mask = None
     if batch.parents is not None:
@@ -90,6 +90,7 @@ def attention_metadata(batch: InputBatch, infos: list[RowInfo]) -> AttentionMeta
         query_lens_cpu=batch.query_lens_cpu,
         seq_lens_cpu=batch.seq_lens_cpu,
         tree_mask=tree_mask,
+        paged_attention=paged_attention,
     )
 
 

@@ -14,7 +14,7 @@ import torch
 
 from specdec.config.methods import Tap
 from specdec.kernels.transfers import Downloads, downloads_for
-from specdec.models.attention import AttentionMetadata, KVPair
+from specdec.models.attention import Attend, AttentionMetadata, KVPair
 from specdec.models.registry import TargetModel
 from specdec.proposers.base import AdmitInfo, DraftBatch, DraftSampling, Proposer, StepView
 from specdec.sampling_params import SamplingParams
@@ -30,6 +30,7 @@ from specdec.worker.request_state import RequestState, RowInfo
 from specdec.worker.sampler import RawRows, Sampler
 from specdec.worker.step_clock import StepClock
 from specdec.worker.step_record import StepRecord
+from specdec.worker.target_pass import Execution, TargetPass
 from specdec.worker.weights import Weights
 
 
@@ -46,6 +47,7 @@ class ModelRunner:
         proposer: Proposer | None,
         block_size: int,
         weights: Weights | None = None,
+        execution: Execution | None = None,
     ) -> None:
         self.model, self.kv, self.state, self.sampler, self.proposer = model, kv, state, sampler, proposer
         self.block_size, self.weights = block_size, weights
@@ -53,7 +55,8 @@ class ModelRunner:
         self.downloads: Downloads = downloads_for(state.device)
         self._on_their_way: deque[StepRecord] = deque()  # handed to the device and not settled, oldest first
         self._num_steps = 0
-        self._taps: tuple[Tap, ...] = proposer.traits.taps if proposer else ()
+        self._execution = execution or Execution()
+        self._target = TargetPass(model, kv, taps=proposer.traits.taps if proposer else (), plan=self._execution.plan)
         # Of the newest step. The engine's thread reads them while the next step changes what they are counted from.
         self.drafter_bytes = 0  # host memory of a proposer that grows with what it reads
         self.drafter_faults: Mapping[str, int] = {}  # faults of the user's own code by kind
@@ -76,9 +79,9 @@ class ModelRunner:
         if waits:
             self._settle_all()
         infos, batch = build_batch(plan, self.state, block_size=self.block_size)
-        meta = attention_metadata(batch, infos)
+        meta = attention_metadata(batch, infos, self._execution.paged_attention)
         clock.mark()
-        hidden, taps = self.model.forward(batch.input_ids, batch.positions, self.kv, meta, taps=self._taps)  # [N, H]
+        hidden, taps = self._target.run(batch, meta)  # [N, H]
         logits = self.model.compute_logits(hidden[batch.logits_indices])  # [L, V] f32
         clock.mark()
         verified, raw = self.sampler.verify(logits, batch, infos)
@@ -261,8 +264,8 @@ def _is_plain(sampling: SamplingParams) -> bool:
     return not needs_processing(sampling) and sampling.logprobs is None and sampling.structured is None
 
 
-def build_metadata_factory(device: torch.device) -> object:
-    """Return DraftRail.build_attention for the device."""
+def build_metadata_factory(device: torch.device, paged_attention: Attend | None = None) -> object:
+    """Return DraftRail.build_attention for the device and the attention backend that was asked for."""
 
     def build(
         *,
@@ -284,6 +287,7 @@ def build_metadata_factory(device: torch.device) -> object:
             seq_lens_cpu=tuple(seq_lens),
             tree_mask=tree_mask,
             is_causal=is_causal,
+            paged_attention=paged_attention,
         )
 
     return build

@@ -17,6 +17,7 @@ import torch
 from specdec.config.checkpoints import auto_config
 from specdec.config.engine import ResolvedConfig
 from specdec.errors import ConfigError
+from specdec.kernels.graphs import Graphs, NoGraphs
 from specdec.models.attention import KVPair, release_kv, restore_kv
 from specdec.models.registry import TargetModel, load_model
 from specdec.models.source import locate_draft, locate_target, read_json
@@ -29,8 +30,17 @@ _NOT_COMPARED = frozenset({"_name_or_path", "transformers_version", "dtype", "to
 class Weights:
     """Weights and caches of one runner. `kv` holds every paged cache, the drafter's own among them."""
 
-    def __init__(self, resolved: ResolvedConfig, model: TargetModel, kv: Sequence[KVPair], *, proposer: Proposer | None) -> None:
+    def __init__(
+        self,
+        resolved: ResolvedConfig,
+        model: TargetModel,
+        kv: Sequence[KVPair],
+        *,
+        proposer: Proposer | None,
+        graphs: Graphs | None = None,
+    ) -> None:
         self._resolved, self._model, self._kv, self._proposer = resolved, model, kv, proposer
+        self._graphs = graphs or NoGraphs()
         self._path, self._draft_path = resolved.model_path, _draft_path_of(resolved)
         self._level = 0  # 0: awake
 
@@ -38,6 +48,7 @@ class Weights:
     def sleep(self, level: int) -> None:
         """Give back the caches (level 1), and the weights of target and drafter too (level 2). A deeper level may follow a lighter one."""
         if self._level == 0:
+            self._graphs.drop()
             release_kv(self._kv)
         if level == 2 and self._level < 2:
             vars(self._model).clear()
@@ -98,9 +109,11 @@ class Weights:
             raise
 
     def _restore(self) -> None:
+        """Captures hold addresses, and these are others now."""
         if self._level:
             restore_kv(self._kv)
         self._level = 0
+        self._graphs.capture()
 
     def _load(self, path: str) -> TargetModel:
         resolved = self._resolved

@@ -7,19 +7,23 @@ Must not know: queues. Read next: model_runner.py.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from specdec.config.engine import ResolvedConfig
 from specdec.errors import ConfigError
+from specdec.kernels.attention.backends import load_backend
+from specdec.kernels.graphs import CapturePlan, NoGraphs
 from specdec.models.attention import KVPair, allocate_kv
 from specdec.models.registry import TargetModel, load_model
 from specdec.proposers.base import DraftRail, MemoryNeed, Proposer, build_proposer
+from specdec.worker.cuda_graphs import captures_drafter, captures_target, chain_buckets, graph_bytes, make_graphs, step_buckets
 from specdec.worker.model_runner import ModelRunner, build_metadata_factory
 from specdec.worker.request_state import RequestState
 from specdec.worker.rules import verify_rule
 from specdec.worker.sampler import Sampler
+from specdec.worker.target_pass import Execution
 from specdec.worker.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -51,13 +55,28 @@ def load_runner(resolved: ResolvedConfig, *, proposer: Proposer | None = None) -
         )
         rule = verify_rule(resolved.engine.speculative, max_nodes=proposer.traits.max_nodes if proposer else 0)
         sampler = Sampler(state, eos_token_ids=resolved.eos_token_ids, rule=rule)
-        own: list[KVPair] = []
+        execution = _execution(resolved, model, num_blocks=state.block_table.shape[1])
+        own = _draft_kv(resolved, model, need, num_blocks)
         if proposer is not None:
-            rail = _rail(resolved, model, kv, sampler=sampler, num_blocks=num_blocks, need=need)
-            own += rail.kv
-            proposer.bind(rail)
-    weights = Weights(resolved, model, [*kv, *own], proposer=proposer)
-    return ModelRunner(model, kv, state=state, sampler=sampler, proposer=proposer, block_size=block_size, weights=weights)
+            proposer.bind(_rail(resolved, model, kv, sampler=sampler, own=own, execution=execution))
+    graphs = execution.plan.graphs
+    weights = Weights(resolved, model, [*kv, *own], proposer=proposer, graphs=graphs)
+    runner = ModelRunner(
+        model, kv, state=state, sampler=sampler, proposer=proposer, block_size=block_size, weights=weights, execution=execution
+    )
+    graphs.capture()
+    return runner
+
+
+def _execution(resolved: ResolvedConfig, model: TargetModel, *, num_blocks: int) -> Execution:
+    """How steps run on this device. num_blocks: width of the block table."""
+    plan = CapturePlan(
+        graphs=make_graphs(resolved, model),
+        buckets=step_buckets(resolved) if captures_target(resolved, model) else (),
+        num_blocks=num_blocks,
+        block_size=resolved.engine.cache.block_size,
+    )
+    return Execution(plan=plan, paged_attention=load_backend(resolved.engine.execution.attention_backend))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +130,7 @@ def memory_plan(resolved: ResolvedConfig, model: TargetModel, need: MemoryNeed) 
     heads, head_dim = model.kv_shape()
     element = torch.empty(0, dtype=model.dtype).element_size()
     block_bytes = 2 * model.num_layers * cache.block_size * heads * head_dim * element
-    fixed = logits_bytes + activation_bytes + need.weights_bytes + need.row_bytes * limits.max_num_seqs
+    fixed = logits_bytes + activation_bytes + need.weights_bytes + need.row_bytes * limits.max_num_seqs + graph_bytes(resolved, model)
     return MemoryPlan(int(free * fraction), fixed, block_bytes + need.kv_bytes_per_block)
 
 
@@ -134,22 +153,28 @@ def _free_ram_bytes() -> int:
     return max(free, 0)
 
 
+def _draft_kv(resolved: ResolvedConfig, model: TargetModel, need: MemoryNeed, num_blocks: int) -> list[KVPair]:
+    """The drafter's own caches, in the target's blocks."""
+    blocks, device = (num_blocks, resolved.engine.cache.block_size), torch.device(resolved.device)
+    return [pair for shape in need.kv_layers for pair in allocate_kv(1, (*blocks, *shape), dtype=model.dtype, device=device)]
+
+
 def _rail(
-    resolved: ResolvedConfig, model: TargetModel, kv: list[KVPair], *, sampler: Sampler, num_blocks: int, need: MemoryNeed
+    resolved: ResolvedConfig, model: TargetModel, kv: list[KVPair], *, sampler: Sampler, own: list[KVPair], execution: Execution
 ) -> DraftRail:
     device = torch.device(resolved.device)
-    block_size = resolved.engine.cache.block_size
-    own = [pair for shape in need.kv_layers for pair in allocate_kv(1, (num_blocks, block_size, *shape), dtype=model.dtype, device=device)]
+    is_captured, plan = captures_drafter(resolved), execution.plan
     return DraftRail(
         device=device,
         dtype=model.dtype,
         vocab_size=resolved.vocab_size,
         max_model_len=resolved.max_model_len,
         max_num_seqs=resolved.engine.scheduler.max_num_seqs,
-        block_size=block_size,
+        block_size=resolved.engine.cache.block_size,
         kv=own,
         target_kv=kv,
         target=model,  # type: ignore[arg-type]
-        build_attention=build_metadata_factory(device),  # type: ignore[arg-type]
+        build_attention=build_metadata_factory(device, execution.paged_attention),  # type: ignore[arg-type]
+        capture=replace(plan, graphs=plan.graphs if is_captured else NoGraphs(), buckets=chain_buckets(resolved) if is_captured else ()),
         sample_target=sampler.sample_target,
     )

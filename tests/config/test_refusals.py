@@ -84,7 +84,6 @@ ROWS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ),
     ("sequential dspark", DSPARK | {"parallel_drafting": False}, ("parallel_drafting is false",)),
     ("weights for a lookup", NGRAM | {"model": "org/small"}, ("model is 'org/small'", "no weights")),
-    ("graphs for the drafter", NGRAM | {"enforce_eager": False}, ("enforce_eager is false",)),
     ("schedule empty", NGRAM | {SCHEDULE: []}, (SCHEDULE, "empty")),
     ("schedule not a list", NGRAM | {SCHEDULE: 3}, (SCHEDULE, "must be a list")),
     ("schedule pair", NGRAM | {SCHEDULE: [[1, 4]]}, (f"{SCHEDULE}[0]", "3 items")),
@@ -114,6 +113,7 @@ GOOD: list[dict[str, Any]] = [
     NGRAM | {"rejection_sample_method": "typical", "typical_acceptance_sampler_posterior_threshold": 0.1},
     NGRAM | {SCHEDULE: [[5, 8, 0], [1, 4, 9]]},
     NGRAM | {"enforce_eager": True, "model": "ngram"},
+    NGRAM | {"enforce_eager": False},
     EAGLE | {"draft_tensor_parallel_size": 1, "draft_sample_method": "coupled"},
     DRAFT | {"use_heterogeneous_vocab": True, "draft_sample_method": "greedy"},
 ]

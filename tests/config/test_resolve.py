@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from specdec.config import resolve as resolve_module
 from specdec.config import speculative
-from specdec.config.engine import CacheConfig, EngineConfig, ModelConfig, ResolvedConfig, SchedulerConfig
+from specdec.config.engine import CacheConfig, EngineConfig, ExecutionConfig, ModelConfig, ResolvedConfig, SchedulerConfig
 from specdec.config.methods import FINAL_NORM
 from specdec.config.resolve import default_speculative, probe_dtype, resolve
 from specdec.config.speculative import build
@@ -157,6 +158,33 @@ def test_auto_dtype_is_what_the_probe_says(target: str) -> None:
 
 def test_float16_on_a_cpu_is_refused(target: str) -> None:
     assert "float16" in error_of(engine(target, dtype="float16")).message
+
+
+@pytest.mark.parametrize(
+    ("execution", "fragment"),
+    [
+        ({"cudagraph_capture_sizes": (1, 2)}, "a CPU has no CUDA graphs"),
+        ({"attention_backend": "sdpa"}, "on a CPU attention is part of the compiled layers"),
+    ],
+)
+def test_options_of_a_gpu_are_refused_on_a_cpu(target: str, execution: dict[str, Any], fragment: str) -> None:
+    assert fragment in error_of(replace(engine(target), execution=ExecutionConfig(**execution))).message
+    assert resolve(replace(engine(target), execution=ExecutionConfig(enforce_eager=True))).device == "cpu", "it is eager anyway"
+
+
+def test_an_attention_backend_without_its_package_is_refused(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec.config.resolve.probe_device", lambda _asked: "cuda")
+    monkeypatch.setattr("specdec.config.resolve.find_spec", lambda _name: None)
+    error = error_of(replace(engine(target), execution=ExecutionConfig(attention_backend="flashinfer")))
+    assert "the package flashinfer is not installed" in error.message
+    assert "pip install flashinfer-python" in str(error.hint)
+
+
+@pytest.mark.parametrize(("name", "backend"), [("FLASHINFER", "flashinfer"), ("TRITON_ATTN", "triton"), ("sdpa", "sdpa")])
+def test_attention_backends_have_their_names_in_vllm_too(name: str, backend: str) -> None:
+    assert ExecutionConfig.backend_named(name) == backend
+    with pytest.raises(ConfigError, match="'FLASH_ATTN', which specdec does not have"):
+        ExecutionConfig.backend_named("FLASH_ATTN")
 
 
 def test_a_gpu_that_is_not_there_is_refused(target: str) -> None:

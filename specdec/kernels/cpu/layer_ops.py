@@ -62,10 +62,11 @@ def paged_attention(
     """Attend query [N, Hq, Dh] to each request's cached keys; returns [N, Hq, Dh].
 
     The query rows of a request are the last query_len positions of its sequence. tree_mask [N, Q] replaces causality
-    inside the query; window keeps the last `window` positions only, which are counted by depth in a tree.
+    inside the query; window keeps the last `window` positions only, which are counted by depth in a tree. device_lens: the exact
+    lengths, where the host's are bounds.
     """
     if device_lens is not None:
-        seq_lens = tuple(device_lens[1].tolist())
+        query_lens, seq_lens = tuple(device_lens[0].diff().tolist()), tuple(device_lens[1].tolist())
     out = torch.empty_like(query)
     block_size = k_cache.shape[1]
     start = 0
