@@ -1,8 +1,4 @@
-"""A drafter that is always wrong, to see what drafting costs when it is worth nothing: serve it with the adaptive policy.
-
-python benchmarks/bench_server.py --workload chat --repeats 7 --arm off=--no-speculation --arm 'anti=--speculative-config
-    {"method":"custom_class","model":"benchmarks.anti_drafter.AntiDrafter","num_speculative_tokens":4,"policy":"adaptive"}'
-"""
+"""A drafter that is always wrong, to see what drafting costs when it is worth nothing: benchmarks/do_no_harm.py --anti serves it."""
 
 from __future__ import annotations
 

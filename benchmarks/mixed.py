@@ -87,6 +87,11 @@ class ProcessView:
         fields = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
+    def children(self) -> list[int]:
+        """Processes that it started and that run now."""
+        lists = [task / "children" for task in Path(f"/proc/{self.pid}/task").iterdir()]
+        return [int(pid) for each in lists for pid in each.read_text(encoding="ascii").split()]
+
     def num_files(self) -> int:
         """Open files, sockets among them."""
         return sum(1 for _ in Path(f"/proc/{self.pid}/fd").iterdir())

