@@ -72,6 +72,8 @@ def llama_cpp(program: Path, gguf: Path, weights: str, *, slots: int) -> list[En
     """Return llama.cpp's server on a GGUF file, without and with its n-gram lookup; slots: requests in flight, MAX_LEN tokens each."""
     serve = [str(program), "-m", str(gguf), "-c", str(MAX_LEN * slots), "-np", str(slots), "-t", str(_num_cores())]
     serve += ["--no-cache-prompt", "--cache-ram", "0", "--no-webui"]
+    if weights == "Q4_1":
+        serve.append("--no-repack")  # its AMX kernel for this format ends the process with an illegal instruction; it has no other packing
     return [
         _other(f"llama.cpp {weights}", serve, weights),
         _other(f"llama.cpp {weights}, n-gram", [*serve, *LLAMA_LOOKUP], weights, "n-gram lookup"),

@@ -68,6 +68,8 @@ def test_every_engine_gets_the_same_weights_and_none_a_cache_of_prompts(tmp_path
     program = found["llama.cpp Q4_1, n-gram"].arm.program
     assert program[program.index("-np") + 1] == "4"
     assert program[program.index("-c") + 1] == str(4 * engines.MAX_LEN)
+    assert "--no-repack" in program
+    assert "--no-repack" not in found["llama.cpp bf16"].arm.program
     assert json.loads(found["vLLM, n-gram"].arm.program[-1])["method"] == "ngram"
     caches_off = {"specdec": "--no-enable-prefix-caching", "vLLM": "--no-enable-prefix-caching", "llama.cpp bf16": "--no-cache-prompt"}
     for label, flag in caches_off.items():
