@@ -1,6 +1,6 @@
 """From options to a running server: bind, resolve, load, serve, in that order, so that cheap errors come first.
 
-Owns: the order of start-up. Must not know: the command line (cli.py) or routes (server/).
+Owns: the order of start-up. Must not know: the command line (serve_command.py) or routes (server/).
 """
 
 from __future__ import annotations
